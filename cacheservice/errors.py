@@ -1,0 +1,65 @@
+"""All exceptions of Larder. A miss is no exception: it is a value.
+
+    LarderError
+    ├── ConfigError         what the user wrote is wrong: say what, which, and what to do; exit code 2
+    ├── RefusedError        this engine or model can't be cached; the connector refuses to start, in one sentence
+    ├── AgentUnavailable    no live session with the agent, or it did not answer in time: a miss, try later
+    ├── AgentRejected       the agent refused a call as wrong: our bug or a version skew; a miss, logged once
+    ├── IndexUnavailable    the index did not answer in time, or refuses; serve what is here
+    └── RequestRejected     a caller's request is wrong (agent side); becomes a gRPC status
+        ├── InvalidRequest      INVALID_ARGUMENT
+        ├── UnknownSession      UNAUTHENTICATED
+        ├── UnknownObject       NOT_FOUND
+        ├── Conflict            FAILED_PRECONDITION
+        └── LimitReached        RESOURCE_EXHAUSTED
+"""
+
+from __future__ import annotations
+
+
+class LarderError(Exception):
+    """Root of the tree."""
+
+
+class ConfigError(LarderError):
+    """A flag, file or field is wrong; the message says which and how to mend it."""
+
+
+class RefusedError(LarderError):
+    """This engine can't be cached; the message names the feature, the flag and what to do."""
+
+
+class AgentUnavailable(LarderError):
+    """The agent can't be reached or did not answer within the deadline."""
+
+
+class AgentRejected(LarderError):
+    """The agent answered that the call itself is wrong."""
+
+
+class IndexUnavailable(LarderError):
+    """The index did not answer within its deadline, or refuses to."""
+
+
+class RequestRejected(LarderError):
+    """A request that the agent refuses; leaves say with which status."""
+
+
+class InvalidRequest(RequestRejected):
+    """A field is malformed or out of bounds."""
+
+
+class UnknownSession(RequestRejected):
+    """The session token is not of a live session."""
+
+
+class UnknownObject(RequestRejected):
+    """A namespace, lease or reservation that is not known, or not the caller's."""
+
+
+class Conflict(RequestRejected):
+    """The request contradicts what was agreed before."""
+
+
+class LimitReached(RequestRejected):
+    """A configured limit is reached."""

@@ -1,0 +1,108 @@
+"""The port through which an agent uses the index.
+
+An index answers which nodes claim to hold a chunk. Its answers are hints: bounds-checked here, confirmed by the owner
+before any byte moves. Every call returns within the index's timeout (default 20 ms for lookups) or raises
+`IndexUnavailable`, whose message says what is wrong and what to do; nothing else is raised. Thread-safe.
+
+Called by: the agent's lookup path (`lookup`, `nodes`) and its announcer thread (everything else).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cacheservice.core.keys import ChunkKey, NamespaceDigest
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A live agent in the node table."""
+
+    number: int
+    """1 to 65535."""
+    epoch: int
+    """u32, never 0; compared for equality only."""
+    name: str
+    address: str
+    """host:port of its gRPC listener for peers; empty when it has none (nothing can be pulled from it)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One node's claim to hold shards of one chunk."""
+
+    node: int
+    tier: int
+    """1 = cpu, 2 = gpu, 3 = disk."""
+    epoch: int
+    bitmap: int
+    """Bit `NamespaceSpec.shard_bit(group, shard)` is set when that shard is ready there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What one agent now holds of one chunk; an empty bitmap withdraws it."""
+
+    namespace: NamespaceDigest
+    chunk: ChunkKey
+    bitmap: int
+
+
+class IndexHealth(enum.Enum):
+    """How the index is, for status, metrics and health pages."""
+
+    READY = "ready"
+    UNREACHABLE = "unreachable"
+    REFUSING = "refusing"
+    """Reached, but wrong password, no permission, or full: the message tells them apart."""
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStatus:
+    """Health with one sentence that names the remedy; empty message when ready."""
+
+    health: IndexHealth
+    message: str = ""
+
+
+class Index(Protocol):
+    """Who holds what. See the module's docstring for errors and threads."""
+
+    def join(self, *, name: str, address: str, epoch: int) -> int:
+        """Take or renew the node number of `name` for this incarnation; returns it (1 to 65535).
+
+        The same name keeps its number across restarts. Two live agents of one name: the later one gets another number.
+        """
+
+    def heartbeat(self) -> bool:
+        """Renew the lease of the joined node (TTL 10 s, call every 3 s). True = the index lost our entries: announce
+        everything again (it was restarted, flushed, or our node entry had expired)."""
+
+    def leave(self) -> None:
+        """Remove the node entry; its remaining entries are dead from then on."""
+
+    def announce(self, announcements: Sequence[Announcement]) -> None:
+        """Replace this node's entry of each chunk (at most 1000 a call); an empty bitmap removes it. Fenced: does nothing
+        and raises `IndexUnavailable` when the node table names another epoch for our number."""
+
+    def lookup(
+        self, namespace: NamespaceDigest, chunks: Sequence[ChunkKey]
+    ) -> list[tuple[Holder, ...]]:
+        """Claims per chunk, one round trip for at most 4096 chunks; entries of dead epochs and of this node are left out,
+        malformed ones are counted and ignored."""
+
+    def nodes(self) -> Mapping[int, Node]:
+        """Live nodes by number, at most 1 s old."""
+
+    def status(self) -> IndexStatus:
+        """Health as of the last call; never blocks."""
+
+    def counters(self) -> Mapping[str, int]:
+        """Counts since start: lookups, lookup_errors, malformed_entries, stale_entries, announcements, reannouncements."""
+
+    def close(self) -> None:
+        """Close connections; idempotent."""
