@@ -1,0 +1,56 @@
+# Everything a user or a contributor runs. `make help` lists it. Needs Python 3.11 with venv, and make; no root.
+
+# Several targets write .venv: one at a time.
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format generate requirements venv venv-dev clean
+
+BIN := .venv/bin
+ARGS ?=
+
+# Real engines in tests: no network, no usage reports, one thread each, one process where the test does not say otherwise.
+test: export HF_HUB_OFFLINE = 1
+test: export VLLM_NO_USAGE_STATS = 1
+test: export DO_NOT_TRACK = 1
+test: export VLLM_LOGGING_LEVEL = WARNING
+test: export OMP_NUM_THREADS = 1
+test: export VLLM_CPU_OMP_THREADS_BIND = nobind
+test: export VLLM_ENABLE_V1_MULTIPROCESSING = 0
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: venv ## a prefill and a decode engine on CPU that share a cache; prints what it saves
+	@$(BIN)/larder demo $(ARGS)
+
+test: venv-dev ## every test, real Redis and real vLLM engines included (ARGS="-k name" for some)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: venv-dev ## style, types, import rules, wire contract, generated code, stray names
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/buf lint
+	$(BIN)/python tools/generate_proto.py --check
+	$(BIN)/python tools/check_repository.py
+
+format: venv-dev ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+generate: venv-dev ## Python code from proto/
+	@$(BIN)/python tools/generate_proto.py
+
+requirements: venv-dev ## pin requirements/*.in again (ARGS=--upgrade for newer versions)
+	@tools/pin_requirements.sh $(ARGS)
+
+venv: ## .venv with what the demo needs
+	@sh tools/bootstrap.sh
+
+venv-dev: ## .venv with what tests and lint need too
+	@sh tools/bootstrap.sh --dev
+
+clean: ## remove .venv, models and caches of this checkout
+	rm -rf .venv .cache models dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
