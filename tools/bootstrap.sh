@@ -27,7 +27,7 @@ fail() {
     exit 1
 }
 
-# --- Nothing to do? ---------------------------------------------------------------------------------------------------
+# Has nothing changed since the last run?
 # The path is part of the digest: scripts in .venv name the folder that they were made in.
 fingerprint() {
     {
@@ -42,7 +42,7 @@ if [ -x .venv/bin/larder ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted"
     exit 0
 fi
 
-# --- What the machine must have ---------------------------------------------------------------------------------------
+# What the machine must have
 [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ] ||
     fail "this is $(uname -s) on $(uname -m); the pinned CPU build of vLLM needs Linux on x86_64."
 
@@ -66,7 +66,7 @@ or name another interpreter: make PYTHON=/path/to/python3.11"
     fail "the library libnuma.so.1 cannot be loaded; vLLM's CPU build is linked against it. \
 Install it: package libnuma1 on Debian and Ubuntu (apt install libnuma1), numactl-libs on Fedora and RHEL (dnf install numactl-libs)."
 
-# --- .venv ------------------------------------------------------------------------------------------------------------
+# .venv
 # Made again when it was moved, or made by another Python that is gone.
 if [ -e .venv ] && { ! .venv/bin/python -c '' 2>/dev/null ||
     [ "$(.venv/bin/python -c 'import os, sys; print(os.path.realpath(sys.prefix))')" != "$(realpath .venv)" ] ||
@@ -88,7 +88,7 @@ say "installing uv, the installer of the rest"
 PIP_USER=0 .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
     --require-hashes -r requirements/bootstrap.txt
 
-# --- Packages ---------------------------------------------------------------------------------------------------------
+# Packages
 # uv links files from its cache into .venv. Where the two are on different file systems it has to copy: say so to it,
 # else it warns. A home that cannot be written (containers) gets its cache inside the checkout.
 if [ -z "${UV_CACHE_DIR:-}${XDG_CACHE_HOME:-}" ] && ! mkdir -p "${HOME:-/nonexistent}/.cache/uv" 2>/dev/null; then
