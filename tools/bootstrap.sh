@@ -101,6 +101,22 @@ if [ -z "${UV_LINK_MODE:-}" ] && [ "$(stat -c %d "$cache")" != "$(stat -c %d .ve
     UV_LINK_MODE=copy
     export UV_LINK_MODE
 fi
+# uv does not read pip's configuration: a mirror or a certificate that pip was given would be missed. Where pip was given
+# none, the machine's own certificates count (a proxy that inspects TLS is known there), and uv's own where it has none.
+pip_setting() {
+    .venv/bin/python -m pip config list 2>/dev/null | sed -n "s/^[^.]*\.$1='\(.*\)'\$/\1/p" | tail -n 1
+}
+if [ -z "${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-}" ] && index=$(pip_setting index-url) && [ -n "$index" ]; then
+    export UV_DEFAULT_INDEX="$index"
+fi
+if [ -z "${SSL_CERT_FILE:-}${UV_SYSTEM_CERTS:-}" ]; then
+    certificates=$(pip_setting cert)
+    if [ -n "$certificates" ]; then
+        export SSL_CERT_FILE="$certificates"
+    elif [ -e /etc/ssl/certs/ca-certificates.crt ] || [ -e /etc/pki/tls/certs/ca-bundle.crt ]; then
+        export UV_SYSTEM_CERTS=1
+    fi
+fi
 # One file of 500 MB over a slow line takes longer than uv's 30 s between two pieces only when the line stalls, but
 # mirrors that fetch on demand do stall.
 export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-300}"
