@@ -1,0 +1,269 @@
+"""Write checkpoints with random weights that real vLLM loads, with no access to a model hub.
+
+    python -m cacheservice.local.model OUTDIR                                   the demo model
+    python -m cacheservice.local.model OUTDIR --tiny llama --dtype bfloat16     a model of 2 M parameters, for tests
+
+Invariants: a folder that has its marker file (`larder-model.json`) is complete, since the folder is written beside its
+place and then renamed; a complete one of the same recipe is left alone. Called by `larder up`, `make demo` and tests.
+torch and transformers are imported inside the functions: importing this module costs nothing.
+
+Weights are drawn wide on purpose. With the usual deviation of 0.02 a random model repeats one token whatever it is
+given, and a corrupted KV cache goes unnoticed; here the greedy output depends on the whole context.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from cacheservice.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+DEMO_MODEL_NAME = "larder-demo"
+"""`spec.model.name` for which `larder up` makes the demo model by itself."""
+
+MARKER = "larder-model.json"
+Dtype = Literal["float32", "bfloat16"]
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Everything that the files of a model depend on, besides the versions of torch, transformers and Python.
+
+    Shapes obey vLLM's CPU backend (head sizes 32, 64, 80, 96, 112, 128 and more). `weight_gain` is the standard
+    deviation of a matrix times the square root of its input width: 1 keeps the size of activations.
+    """
+
+    name: str
+    dtype: Dtype
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_tokens: int
+    weight_gain: float
+    query_key_gain: float
+    seed: int = 7
+    version: int = 1  # raise it when this file writes something else for the same recipe
+
+    @property
+    def digest(self) -> str:
+        """Names the recipe; a folder with another digest is made again."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+# 82 M parameters, in fp32 so that outputs with and without cache can be compared token by token.
+DEMO = Recipe(
+    name="demo", dtype="float32", vocab_size=4096, hidden_size=768, intermediate_size=2048, num_layers=12,
+    num_query_heads=12, num_kv_heads=4, head_size=64, max_tokens=16384, weight_gain=1.5, query_key_gain=1.5,
+)  # fmt: skip
+
+TINY = {
+    "llama": Recipe(
+        name="llama", dtype="float32", vocab_size=1024, hidden_size=256, intermediate_size=512, num_layers=4,
+        num_query_heads=4, num_kv_heads=2, head_size=64, max_tokens=8192, weight_gain=2.0, query_key_gain=2.0,
+    ),
+}  # fmt: skip
+
+
+def make_demo_model(folder: Path, *, report: Report) -> Path:
+    """Make the demo model in `folder` (330 MB, about 10 s) unless it is there, and return the folder.
+
+    `report` gets one line before each slow step. Raises ConfigError when the folder holds something else.
+    """
+    return make_model(folder, DEMO, report=report)
+
+
+def make_tiny_model(folder: Path, name: str = "llama", *, dtype: Dtype = "float32", report: Report) -> Path:
+    """Make the model for tests called `name` (a key of TINY; KeyError otherwise) in `folder` unless it is there."""
+    recipe = Recipe(**{**asdict(TINY[name]), "dtype": dtype})
+    return make_model(folder, recipe, report=report)
+
+
+def make_model(folder: Path, recipe: Recipe, *, report: Report) -> Path:
+    """Make `recipe` in `folder` unless it is complete there. Safe against a second process that does the same."""
+    if is_complete(folder, recipe):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _only_one_maker(folder):
+        if is_complete(folder, recipe):  # another process made it while this one waited
+            return folder
+        if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
+            raise ConfigError(
+                f"{folder} is not empty and was not made by Larder: name another folder, or an empty one"
+            )
+        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            made = scratch / "new"
+            made.mkdir()
+            _write_model(made, recipe, report)
+            if folder.exists():
+                folder.rename(scratch / "old")
+            made.rename(folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def is_complete(folder: Path, recipe: Recipe) -> bool:
+    """Whether `folder` holds every file of `recipe`, each with the size that it was written with."""
+    try:
+        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        sizes = dict(marker["files"])
+        return marker["recipe"] == recipe.digest and all(
+            (folder / name).stat().st_size == num_bytes for name, num_bytes in sizes.items()
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+@contextlib.contextmanager
+def _only_one_maker(folder: Path) -> Iterator[None]:
+    """Hold a lock beside the folder. The file stays: to unlink it would let two makers hold two different locks."""
+    descriptor = os.open(folder.parent / f".{folder.name}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _write_model(folder: Path, recipe: Recipe, report: Report) -> None:
+    report("loading torch and transformers")
+    import torch
+    import transformers
+
+    report(f"training a tokenizer of {recipe.vocab_size} tokens")
+    _write_tokenizer(folder, recipe)
+
+    config = transformers.LlamaConfig(
+        vocab_size=recipe.vocab_size,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_query_heads,
+        num_key_value_heads=recipe.num_kv_heads,
+        head_dim=recipe.head_size,
+        max_position_embeddings=recipe.max_tokens,
+        tie_word_embeddings=False,
+        unk_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=3,
+    )
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    report(f"drawing {num_parameters / 1e6:.0f} M weights")
+    _draw_weights(model, recipe)
+    model = model.to(getattr(torch, recipe.dtype))
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    report(f"writing {num_bytes / 1e6:.0f} MB to {folder.parent.parent}")
+    model.save_pretrained(folder)
+    _finish(folder, recipe)
+
+
+def _draw_weights(model: torch.nn.Module, recipe: Recipe) -> None:
+    """Replace the initial weights. Drawn in fp32 on the CPU from an own generator, in the order of the names."""
+    import torch
+
+    generator = torch.Generator().manual_seed(recipe.seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if parameter.dim() < 2:
+                continue  # the weights of norms stay 1
+            if "embed_tokens" in name:
+                deviation = 1.0
+            else:
+                is_query_or_key = "q_proj" in name or "k_proj" in name
+                gain = recipe.query_key_gain if is_query_or_key else recipe.weight_gain
+                deviation = gain / parameter.shape[1] ** 0.5
+            parameter.normal_(0.0, deviation, generator=generator)
+            if "lm_head" in name:
+                # Logits of <unk>, <s>, </s> and <pad> are 0, which never wins: answers are as long as they are asked to be.
+                parameter[:4] = 0.0
+
+
+def _write_tokenizer(folder: Path, recipe: Recipe) -> None:
+    """Train a byte-level BPE on the language reference that comes with Python, and give it a minimal chat template."""
+    from pydoc_data.topics import topics  # type: ignore[import-untyped]
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    lines = [line for name in sorted(topics) for line in topics[name].splitlines()]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=recipe.vocab_size,
+        special_tokens=["<unk>", "<s>", "</s>", "<pad>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(lines, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        model_max_length=recipe.max_tokens,
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+
+
+def _finish(folder: Path, recipe: Recipe) -> None:
+    """Flush every file to disk and write the marker: after a power cut a renamed folder must not hold empty files."""
+    sizes = {}
+    for path in sorted(folder.iterdir()):
+        sizes[path.name] = path.stat().st_size
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    marker = {"recipe": recipe.digest, **asdict(recipe), "files": sizes}
+    (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m cacheservice.local.model", description="Write a model with random weights.")
+    parser.add_argument("outdir", type=Path, help="folder to make; left alone when the model is there already")
+    parser.add_argument("--tiny", choices=sorted(TINY), help="a small model for tests (default: the demo model, 330 MB)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of a small model (default: float32)")
+    options = parser.parse_args(arguments)
+
+    def report(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    try:
+        if options.tiny:
+            folder = make_tiny_model(options.outdir, options.tiny, dtype=options.dtype, report=report)
+        else:
+            folder = make_demo_model(options.outdir, report=report)
+    except ConfigError as error:
+        report(f"error: {error}")
+        return 1
+    print(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
