@@ -11,7 +11,12 @@
         ├── UnknownSession      UNAUTHENTICATED
         ├── UnknownObject       NOT_FOUND
         ├── Conflict            FAILED_PRECONDITION
-        └── LimitReached        RESOURCE_EXHAUSTED
+        ├── LimitReached        RESOURCE_EXHAUSTED
+        ├── NotReady            UNAVAILABLE
+        ├── LeaseLost           ABORTED
+        ├── OutOfExtent         OUT_OF_RANGE
+        ├── Forbidden           PERMISSION_DENIED
+        └── NotServed           UNIMPLEMENTED
 """
 
 from __future__ import annotations
@@ -63,3 +68,23 @@ class Conflict(RequestRejected):
 
 class LimitReached(RequestRejected):
     """A configured limit is reached."""
+
+
+class NotReady(RequestRejected):
+    """The agent starts or drains; the caller may come back later."""
+
+
+class LeaseLost(RequestRejected):
+    """The lease ran out while its bytes were read; what came is worthless."""
+
+
+class OutOfExtent(RequestRejected):
+    """Bytes for outside the extent that was reserved for them."""
+
+
+class Forbidden(RequestRejected):
+    """The caller's certificate does not allow this call."""
+
+
+class NotServed(RequestRejected):
+    """A call that this version of the agent does not serve."""
