@@ -97,7 +97,8 @@ PIP_USER=0 .venv/bin/python -m pip install --quiet --disable-pip-version-check -
 # Packages
 # uv links files from its cache into .venv. Where the two are on different file systems it has to copy: say so to it,
 # else it warns. A home that cannot be written (containers) gets its cache inside the checkout.
-if [ -z "${UV_CACHE_DIR:-}${XDG_CACHE_HOME:-}" ] && ! mkdir -p "${HOME:-/nonexistent}/.cache/uv" 2>/dev/null; then
+if [ -z "${UV_CACHE_DIR:-}${XDG_CACHE_HOME:-}" ] &&
+    { [ -z "${HOME:-}" ] || ! mkdir -p "$HOME/.cache/uv" 2>/dev/null || [ ! -w "$HOME/.cache/uv" ]; }; then
     UV_CACHE_DIR=$(pwd)/.cache/uv
     export UV_CACHE_DIR
 fi
