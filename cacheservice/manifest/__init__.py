@@ -36,8 +36,8 @@ from cacheservice.manifest.resource import (
 __all__ = [
     "load_manifest", "parse_manifest", "manifest_from_object", "local_notices",
     "ManifestRefused", "Problem", "Notice", "Position",
-    "KVCacheManifest", "Model", "Role", "Engine", "Cache", "Redis", "EmbeddedRedis", "ExternalRedis", "RedisTls", "Router",
-    "Service", "Tls", "PodMonitor", "SecretKey",
+    "KVCacheManifest", "Model", "Role", "Engine", "Cache", "Redis", "EmbeddedRedis", "ExternalRedis", "RedisTls",
+    "Router", "Service", "Tls", "PodMonitor", "SecretKey",
     "Device", "Eviction", "Transport", "UpdateStrategy", "RouterType", "ServiceType", "TlsMode", "Verify",
     "size_bytes",
 ]  # fmt: skip

@@ -1,7 +1,8 @@
 """YAML text to plain values, every one of them with its position.
 
-Invariants: only the types of JSON come out; a key that appears twice is a problem, never a silent overwrite; the work
-is bounded by MAX_TEXT_BYTES, MAX_VALUES and MAX_DEPTH, also for aliases that multiply. Called by `load`. Knows nothing of KVCache.
+Invariants: only the types of JSON come out; a key that appears twice is a problem, never a silent
+overwrite; the work is bounded by MAX_TEXT_BYTES, MAX_VALUES and MAX_DEPTH, also for aliases that
+multiply. Called by `load`. Knows nothing of KVCache.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ type_of_tag = {
     "tag:yaml.org,2002:int": "integer",
     "tag:yaml.org,2002:float": "number",
     "tag:yaml.org,2002:str": "string",
+    "tag:yaml.org,2002:timestamp": "string",  # JSON has no dates, and Kubernetes reads text
 }
+tags_of_collections = frozenset({"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"})
 
 Path = tuple[str | int, ...]
 
@@ -60,7 +63,9 @@ def path_text(path: Path) -> str:
 def read_documents(text: str) -> tuple[tuple[Document, ...], tuple[Problem, ...]]:
     """Read every document of `text`. Empty ones are left out; problems do not raise, so that all are told at once."""
     if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
-        return (), (Problem("", f"longer than {MAX_TEXT_BYTES >> 20} MiB: a KVCache takes a few lines, is this the right file?"),)
+        return (), (
+            Problem("", f"longer than {MAX_TEXT_BYTES >> 20} MiB: is this the right file?"),
+        )
     problems: list[Problem] = []
     documents: list[Document] = []
     try:
@@ -70,6 +75,7 @@ def read_documents(text: str) -> tuple[tuple[Document, ...], tuple[Problem, ...]
     try:
         while loader.check_node():
             node = loader.get_node()
+            assert node is not None, "check_node said that there is one"
             reader = _Reader(loader, problems)
             value = reader.convert(node, ())
             if value is not None or not isinstance(node, yaml.ScalarNode):
@@ -79,7 +85,9 @@ def read_documents(text: str) -> tuple[tuple[Document, ...], tuple[Problem, ...]
     except yaml.YAMLError as error:
         problems.append(_syntax_problem(error))
     except RecursionError:
-        problems.append(Problem("", f"nested deeper than {MAX_DEPTH} levels: no KVCache needs that, is this the right file?"))
+        problems.append(
+            Problem("", f"nested deeper than {MAX_DEPTH} levels: is this the right file?")
+        )
     finally:
         loader.dispose()
     return tuple(documents), tuple(problems)
@@ -107,8 +115,12 @@ class _Reader:
         if self._num_values > MAX_VALUES:
             raise _TooLarge(f"more than {MAX_VALUES} values: is this the right file?", position)
         if len(path) > MAX_DEPTH:
-            raise _TooLarge(f"nested deeper than {MAX_DEPTH} levels: is this the right file?", position)
+            raise _TooLarge(
+                f"nested deeper than {MAX_DEPTH} levels: is this the right file?", position
+            )
         self.positions.setdefault(path, position)
+        if not isinstance(node, yaml.ScalarNode) and node.tag not in tags_of_collections:
+            self._refuse_tag(node, path)
         if isinstance(node, yaml.MappingNode):
             return self._convert_mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
@@ -121,7 +133,9 @@ class _Reader:
             position = _position(key_node)
             key = key_node.value
             if key_node.tag == "tag:yaml.org,2002:merge":
-                self._refuse(path, "merge keys (<<) are not read here: write the fields out", position)
+                self._refuse(
+                    path, "merge keys (<<) are not read here: write the fields out", position
+                )
                 continue
             if not isinstance(key, str) or key_node.tag != "tag:yaml.org,2002:str":
                 shown = f"{key!r}" if isinstance(key, str) else "a list or mapping"
@@ -130,7 +144,9 @@ class _Reader:
             here = (*path, key)
             if key in result:
                 first = self.positions[here]
-                self._refuse(here, f"appears twice (first on line {first.line}): keep one", position)
+                self._refuse(
+                    here, f"appears twice (first on line {first.line}): keep one", position
+                )
                 continue
             self.positions[here] = position
             result[key] = self.convert(value_node, here)
@@ -139,16 +155,24 @@ class _Reader:
     def _convert_scalar(self, node: yaml.Node, path: Path) -> Any:
         self.written[path] = node.value
         kind = type_of_tag.get(node.tag)
-        if kind is None and node.tag.startswith("tag:yaml.org,2002:"):
-            return node.value  # a date: JSON has none, and Kubernetes reads text
         if kind is None:
-            self._refuse(path, f"the YAML tag {node.tag} is not read here: remove it", _position(node))
+            self._refuse_tag(node, path)
             return None
+        if kind == "string":
+            return node.value
         try:
             return self._loader.construct_object(node)
         except (ValueError, yaml.YAMLError):
-            self._refuse(path, f"{node.value!r} cannot be read as {kind}: write text in quotes", _position(node))
+            self._refuse(
+                path,
+                f"{node.value!r} cannot be read as {kind}: write text in quotes",
+                _position(node),
+            )
             return None
+
+    def _refuse_tag(self, node: yaml.Node, path: Path) -> None:
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        self._refuse(path, f"the YAML tag {tag} is not read here: remove it", _position(node))
 
     def _refuse(self, path: Path, message: str, position: Position) -> None:
         self._problems.append(Problem(path_text(path), message, position))

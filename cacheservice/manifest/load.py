@@ -62,13 +62,22 @@ def parse_manifest(text: str, *, source: str) -> KVCacheManifest:
         ours = list(documents)  # a misspelt kind deserves the other problems of the file, too
     if not ours:
         if not problems:
-            problems = (Problem("", f"holds no KVCache: it needs apiVersion: {api_version()} and kind: {kind()}"),)
+            problems = (
+                Problem(
+                    "", f"holds no KVCache: it needs apiVersion: {api_version()} and kind: {kind()}"
+                ),
+            )
         raise ManifestRefused(source, problems)
     for extra in ours[1:]:
         position = extra.position(())
-        problems = (*problems, Problem("", "a second KVCache in one file: put it into a file of its own", position))
+        problems = (
+            *problems,
+            Problem("", "a second KVCache in one file: put it into a file of its own", position),
+        )
     notices = tuple(
-        Notice("", f"{_title(document.value)} in the same file is left alone", document.position(()))
+        Notice(
+            "", f"{_title(document.value)} in the same file is left alone", document.position(())
+        )
         for document in documents
         if document not in ours
     )
@@ -85,13 +94,24 @@ def _manifest(
 ) -> KVCacheManifest:
     value = document.value
     if not isinstance(value, dict):
-        raise ManifestRefused(source, (*problems, Problem("", "is not a mapping: a KVCache begins with apiVersion, kind, metadata and spec")))
+        raise ManifestRefused(
+            source,
+            (*problems, Problem("", "is not a mapping: write apiVersion, kind, metadata and spec")),
+        )
     if "status" in value:
-        notices = (*notices, Notice("status", "is written by the operator and ignored here", document.position(("status",))))
-    checked, found = validate(document, {name: field for name, field in value.items() if name != "status"}, _schema())
+        ignored = Notice(
+            "status", "is the operator's and ignored here", document.position(("status",))
+        )
+        notices = (*notices, ignored)
+    checked, found = validate(
+        document, {name: field for name, field in value.items() if name != "status"}, _schema()
+    )
     problems = (*problems, *_identity_problems(document), *found)
     if problems:
-        told = sorted(set(problems), key=lambda problem: (problem.position.line, problem.position.column, problem.path))
+        told = sorted(
+            set(problems),
+            key=lambda problem: (problem.position.line, problem.position.column, problem.path),
+        )
         raise ManifestRefused(source, tuple(told))
     redis = checked["spec"]["redis"]
     if "external" not in redis and "embedded" not in redis:
@@ -119,7 +139,11 @@ def _identity_problems(document: Document) -> list[Problem]:
     for name, wanted in (("apiVersion", api_version()), ("kind", kind())):
         value = document.value.get(name)
         if isinstance(value, str) and value != wanted:
-            problems.append(Problem(name, f"{value!r} is not read here: write {wanted}", document.position((name,))))
+            problems.append(
+                Problem(
+                    name, f"{value!r} is not read here: write {wanted}", document.position((name,))
+                )
+            )
     return problems
 
 
@@ -128,7 +152,7 @@ def _is_kvcache(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
     its_kind, its_version = str(value.get("kind", "")), str(value.get("apiVersion", ""))
-    is_of_our_group = its_version.split("/")[0] == api_version().split("/")[0]
+    is_of_our_group = its_version.partition("/")[0] == api_version().partition("/")[0]
     return its_kind == kind() or (is_of_our_group and nearest(its_kind, [kind()]) is not None)
 
 

@@ -49,8 +49,8 @@ def local_notices(manifest: KVCacheManifest) -> tuple[Notice, ...]:
         notices.append(
             Notice(
                 "spec.router.type",
-                f"{manifest.router.type} is accepted, and the router comes in a later version: send each request to prefill "
-                "with max_tokens 1, then to decode, at the addresses printed below",
+                f"{manifest.router.type} is accepted, and the router comes in a later version: send each "
+                "request to prefill with max_tokens 1, then to decode, at the addresses printed below",
             )
         )
     if manifest.decode is not None and manifest.engine.device is Device.CUDA:
@@ -70,9 +70,14 @@ def local_notices(manifest: KVCacheManifest) -> tuple[Notice, ...]:
         )
     if manifest.tls.mode is TlsMode.SECRET:
         notices.append(
-            Notice("spec.tls", "has no effect on one machine: everything listens on unix sockets or on loopback")
+            Notice(
+                "spec.tls",
+                "has no effect on one machine: everything listens on unix sockets or on loopback",
+            )
         )
     notices += [
-        Notice(path, "has no effect outside Kubernetes") for path in only_on_kubernetes if path in manifest.written
+        Notice(path, "has no effect outside Kubernetes")
+        for path in only_on_kubernetes
+        if path in manifest.written
     ]
     return tuple(notices)

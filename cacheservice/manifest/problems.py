@@ -28,7 +28,11 @@ class Problem:
     position: Position = Position()
 
     def __str__(self) -> str:
-        place = f"line {self.position.line}, column {self.position.column}: " if self.position.line else ""
+        place = (
+            f"line {self.position.line}, column {self.position.column}: "
+            if self.position.line
+            else ""
+        )
         return f"{place}{self.path}: {self.message}" if self.path else f"{place}{self.message}"
 
 
@@ -51,4 +55,6 @@ class ManifestRefused(ConfigError):
         self.source = source
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__("\n".join([f"{source}: {count}", *(f"  {problem}" for problem in problems)]))
+        super().__init__(
+            "\n".join([f"{source}: {count}", *(f"  {problem}" for problem in problems)])
+        )

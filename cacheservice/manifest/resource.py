@@ -214,8 +214,10 @@ def size_bytes(text: str) -> int:
     return 0 if text == "0" else int(text[:-2]) * bytes_of_unit[text[-2:]]
 
 
-def build_manifest(resource: Mapping[str, Any], *, written: frozenset[str], notices: tuple[Notice, ...]) -> KVCacheManifest:
-    """Turn a validated resource with its defaults into values. A KeyError here is a bug of the schema or of this file."""
+def build_manifest(
+    resource: Mapping[str, Any], *, written: frozenset[str], notices: tuple[Notice, ...]
+) -> KVCacheManifest:
+    """Turn a validated resource with its defaults into values. A KeyError here is our bug."""
     spec = resource["spec"]
     engine = _build_engine(spec["engine"])
     return KVCacheManifest(
@@ -229,10 +231,14 @@ def build_manifest(resource: Mapping[str, Any], *, written: frozenset[str], noti
         cache=_build_cache(spec["cache"]),
         redis=_build_redis(spec["redis"]),
         router=_build_router(spec["router"]),
-        service=Service(ServiceType(spec["service"]["type"]), spec["service"].get("annotations", {})),
+        service=Service(
+            ServiceType(spec["service"]["type"]), spec["service"].get("annotations", {})
+        ),
         tls=Tls(TlsMode(spec["tls"]["mode"]), _name_of(spec["tls"].get("secretRef"))),
         verify=Verify(spec["verify"]),
-        pod_monitor=PodMonitor(spec["podMonitor"].get("labels", {})) if "podMonitor" in spec else None,
+        pod_monitor=PodMonitor(spec["podMonitor"].get("labels", {}))
+        if "podMonitor" in spec
+        else None,
         paused=spec["paused"],
         written=written,
         notices=notices,

@@ -1,9 +1,10 @@
 """The CEL rules of the schema, once more in Python.
 
-Kubernetes evaluates `x-kubernetes-validations` itself; `larder up` has no CEL. Every rule in the schema has exactly
-one twin here under the same message (a test holds both ways), and a twin that is a pattern is the very pattern of its rule.
-Called by `validate` with values whose defaults are filled in. A twin answers False only for what its rule refuses:
-a part of another type than the schema's has its own problem already, and must not raise here.
+Kubernetes evaluates `x-kubernetes-validations` itself; `larder up` has no CEL. Every rule in the schema
+has exactly one twin here under the same message (a test holds both ways), and a twin that is a pattern
+is the very pattern of its rule. Called by `validate` with values whose defaults are filled in. A twin
+answers False only for what its rule refuses: a part of another type than the schema's has its own
+problem already, and must not raise here.
 """
 
 from __future__ import annotations
@@ -80,22 +81,23 @@ def _has_one_redis_at_most(redis: Any) -> bool:
 
 
 def _secret_goes_with_its_mode(tls: Any) -> bool:
-    return (_at(tls, "mode") == "Secret") == _has(tls, "secretRef")
+    needs_secret = _at(tls, "mode") == "Secret"
+    return needs_secret is _has(tls, "secretRef")
 
 
 TWINS: dict[str, Check] = {
     "it becomes the name of a Service: write at most 40 lower-case letters, digits and -, beginning with a "
     "letter and not ending with -": _name_fits_a_service,
     "spec.prefill needs spec.decode: prefill engines only produce KV for decode engines to read": _prefill_has_decode,
-    "spec.model is required when spec.prefill or spec.decode is set; leave out all three to run a cache for engines that "
-    "you deploy yourself": _engines_have_a_model,
+    "spec.model is required when spec.prefill or spec.decode is set; leave out all three to run a cache "
+    "for engines that you deploy yourself": _engines_have_a_model,
     "a cache without engines must choose its nodes: set spec.cache.nodeSelector, or add spec.model and "
     "spec.decode": _cache_without_engines_chooses_nodes,
     "spec.model.path must be absolute, for example /models/llama; only with spec.model.volumeClaimName is it a folder "
     "inside that volume": _path_is_absolute_outside_a_volume,
-    "Larder sets this flag itself: remove it from args (model, parallel sizes, tokens and keys have their own fields in "
-    "this resource; host, port, --config, KV transfer, hash algorithm and hybrid KV cache manager cannot be "
-    "changed)": owned_argument,
+    "Larder sets this flag itself: remove it from args (model, parallel sizes, tokens and keys have their "
+    "own fields in this resource; host, port, --config, KV transfer, hash algorithm and hybrid KV "
+    "cache manager cannot be changed)": owned_argument,
     "write a whole number with Mi, Gi or Ti, for example 8Gi": size,
     "write a whole number with Mi, Gi or Ti, at least 64Mi, for example 8Gi": arena_size,
     "write host:port with a port from 1 to 65535 and no scheme, for example redis.infra.svc:6379 or "

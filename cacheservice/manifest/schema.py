@@ -19,7 +19,11 @@ Schema = Mapping[str, Any]
 @functools.cache
 def custom_resource_definition() -> Schema:
     """The whole CustomResourceDefinition as Kubernetes takes it. Shared: do not change it."""
-    text = resources.files("cacheservice.manifest").joinpath("kvcaches.yaml").read_text(encoding="utf-8")
+    text = (
+        resources.files("cacheservice.manifest")
+        .joinpath("kvcaches.yaml")
+        .read_text(encoding="utf-8")
+    )
     definition: Schema = yaml.safe_load(text)
     return definition
 
@@ -37,5 +41,7 @@ def kind() -> str:
 
 def root_schema() -> Schema:
     """The structural schema of one KVCache, metadata and status included."""
-    schema: Schema = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    schema: Schema = custom_resource_definition()["spec"]["versions"][0]["schema"][
+        "openAPIV3Schema"
+    ]
     return schema

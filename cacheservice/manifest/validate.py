@@ -19,9 +19,9 @@ from cacheservice.manifest.rules import TWINS
 from cacheservice.manifest.schema import Schema
 
 known_keywords = frozenset(
-    "type description default properties required enum pattern minLength maxLength minimum maximum multipleOf format items "
-    "maxItems maxProperties additionalProperties x-kubernetes-validations x-kubernetes-preserve-unknown-fields "
-    "x-kubernetes-list-type x-kubernetes-list-map-keys".split()
+    "type description default properties required enum pattern minLength maxLength minimum maximum "
+    "multipleOf format items maxItems maxProperties additionalProperties x-kubernetes-validations "
+    "x-kubernetes-preserve-unknown-fields x-kubernetes-list-type x-kubernetes-list-map-keys".split()
 )
 bits_of_format = {"int32": 31, "int64": 63}
 python_types: dict[str, tuple[type, ...]] = {
@@ -33,11 +33,15 @@ python_types: dict[str, tuple[type, ...]] = {
 }
 
 
-def validate(document: Document, value: Any, schema: Schema, path: Path = ()) -> tuple[Any, tuple[Problem, ...]]:
+def validate(
+    document: Document, value: Any, schema: Schema, path: Path = ()
+) -> tuple[Any, tuple[Problem, ...]]:
     """Return a copy of `value` with defaults, and all its problems in the order of their positions."""
     walk = _Walk(document)
     checked = walk.check(value, schema, path)
-    return checked, tuple(sorted(walk.problems, key=lambda problem: (problem.position.line, problem.position.column)))
+    return checked, tuple(
+        sorted(walk.problems, key=lambda problem: (problem.position.line, problem.position.column))
+    )
 
 
 def nearest(name: str, names: list[str]) -> str | None:
@@ -53,7 +57,9 @@ class _Walk:
         self._document = document
 
     def check(self, value: Any, schema: Schema, path: Path) -> Any:
-        assert known_keywords.issuperset(schema), f"{path_text(path)}: keywords that are not read here: {set(schema) - known_keywords}"
+        assert known_keywords.issuperset(schema), (
+            f"{path_text(path)}: {set(schema) - known_keywords}"
+        )
         if not self._has_type(value, schema, path):
             return value
         num_problems = len(self.problems)
@@ -66,23 +72,36 @@ class _Walk:
         elif isinstance(value, int) and not isinstance(value, bool):
             self._check_integer(value, schema, path)
         if "enum" in schema and value not in schema["enum"]:
-            self._refuse(path, f"{value!r} is not one of {', '.join(schema['enum'])}{_suggestion(str(value), schema['enum'])}")
+            self._refuse(
+                path,
+                f"{value!r} is not one of {', '.join(schema['enum'])}{_suggestion(str(value), schema['enum'])}",
+            )
         if not self._is_unclear(path, num_problems):
             self._check_rules(value, schema, path)
         return value
 
     def _has_type(self, value: Any, schema: Schema, path: Path) -> bool:
         wanted = schema["type"]
-        if isinstance(value, python_types[wanted]) and (wanted == "boolean" or not isinstance(value, bool)):
+        if isinstance(value, python_types[wanted]) and (
+            wanted == "boolean" or not isinstance(value, bool)
+        ):
             return True
         written = self._document.written.get(path)
         if value is None:
             empty = " (write {} for all defaults)" if wanted == "object" else ""
-            self._refuse(path, f"has no value, and Kubernetes would drop it: write one or remove the field{empty}")
+            self._refuse(
+                path,
+                f"has no value, and Kubernetes would drop it: write one or remove the field{empty}",
+            )
         elif wanted == "string" and written is not None:
-            self._refuse(path, f'{written} is read as {_article(value)}, and a string is wanted: write "{written}" in quotes')
+            self._refuse(
+                path,
+                f'{written} is read as {_article(value)}, and a string is wanted: write "{written}" in quotes',
+            )
         else:
-            self._refuse(path, f"must be {_articles[wanted]}, and is {_article(value)}{_example(schema)}")
+            self._refuse(
+                path, f"must be {_articles[wanted]}, and is {_article(value)}{_example(schema)}"
+            )
         return False
 
     def _check_object(self, value: dict[str, Any], schema: Schema, path: Path) -> dict[str, Any]:
@@ -102,11 +121,17 @@ class _Walk:
                 missing = [known for known in properties if known not in value]
                 self._refuse(here, f"unknown field; {_meant(name, missing, list(properties))}")
         if len(value) > schema.get("maxProperties", len(value)):
-            self._refuse(path, f"has {len(value)} entries, and {schema['maxProperties']} is the most")
+            self._refuse(
+                path, f"has {len(value)} entries, and {schema['maxProperties']} is the most"
+            )
         for name in schema.get("required", ()):
             if name not in value:
-                description = properties.get(name, {}).get("description", "").split(". ")[0].rstrip(".")
-                self._refuse((*path, name), f"is required{': ' + description if description else ''}")
+                description = (
+                    properties.get(name, {}).get("description", "").split(". ")[0].rstrip(".")
+                )
+                self._refuse(
+                    (*path, name), f"is required{': ' + description if description else ''}"
+                )
         for name, field in properties.items():
             if name not in value and "default" in field:
                 result[name] = self.check(copy.deepcopy(field["default"]), field, (*path, name))
@@ -115,13 +140,17 @@ class _Walk:
     def _check_array(self, value: list[Any], schema: Schema, path: Path) -> list[Any]:
         if len(value) > schema.get("maxItems", len(value)):
             self._refuse(path, f"has {len(value)} items, and {schema['maxItems']} is the most")
-        return [self.check(item, schema["items"], (*path, index)) for index, item in enumerate(value)]
+        return [
+            self.check(item, schema["items"], (*path, index)) for index, item in enumerate(value)
+        ]
 
     def _check_string(self, value: str, schema: Schema, path: Path) -> None:
         if len(value) < schema.get("minLength", 0):
             self._refuse(path, "must not be empty: write a value or remove the field")
         if len(value) > schema.get("maxLength", len(value)):
-            self._refuse(path, f"has {len(value)} characters, and {schema['maxLength']} is the most")
+            self._refuse(
+                path, f"has {len(value)} characters, and {schema['maxLength']} is the most"
+            )
         if "pattern" in schema and re.search(schema["pattern"], value) is None:
             self._refuse(path, f"{value!r} does not match {schema['pattern']}")
 
@@ -129,22 +158,30 @@ class _Walk:
         most = 2 ** bits_of_format[schema.get("format", "int64")] - 1
         lowest, highest = schema.get("minimum", -most - 1), min(schema.get("maximum", most), most)
         if not lowest <= value <= highest:
-            bounds = f"at least {lowest}" if "maximum" not in schema else f"from {lowest} to {highest}"
+            bounds = (
+                f"at least {lowest}" if "maximum" not in schema else f"from {lowest} to {highest}"
+            )
             self._refuse(path, f"{value} is out of bounds: write a whole number {bounds}")
         if value % schema.get("multipleOf", 1):
             step = schema["multipleOf"]
             down = max(value - value % step, schema.get("minimum", step))
-            self._refuse(path, f"{value} is not a multiple of {step}: write {down} or {down + step}")
+            self._refuse(
+                path, f"{value} is not a multiple of {step}: write {down} or {down + step}"
+            )
 
     def _is_unclear(self, path: Path, since: int) -> bool:
-        """Whether a field of `path` itself is misspelt or ill-typed, so that a rule over `path` would blame what is not there."""
+        """Whether `path` or a field of it is misspelt or ill-typed: a rule over `path` would blame the wrong thing."""
         own = path_text(path)
-        return any(_parent(problem.path) == own or problem.path == own for problem in self.problems[since:])
+        return any(
+            _parent(problem.path) == own or problem.path == own for problem in self.problems[since:]
+        )
 
     def _check_rules(self, value: Any, schema: Schema, path: Path) -> None:
         for rule in schema.get("x-kubernetes-validations", ()):
             if not TWINS[rule["message"]](value):
-                field_path = tuple(rule["fieldPath"].strip(".").split(".")) if "fieldPath" in rule else ()
+                field_path = (
+                    tuple(rule["fieldPath"].strip(".").split(".")) if "fieldPath" in rule else ()
+                )
                 shown = f"{value!r}: " if isinstance(value, str) else ""
                 self._refuse((*path, *field_path), f"{shown}{rule['message']}")
 
@@ -187,7 +224,13 @@ def _parent(path: str) -> str:
 
 def _meant(name: str, missing: list[str], names: list[str]) -> str:
     near = nearest(name, missing) or nearest(name, names)
-    return f"did you mean {near!r}?" if near else f"fields here are {', '.join(names)}" if names else "no field is allowed here"
+    return (
+        f"did you mean {near!r}?"
+        if near
+        else f"fields here are {', '.join(names)}"
+        if names
+        else "no field is allowed here"
+    )
 
 
 def _suggestion(value: str, names: list[str]) -> str:
