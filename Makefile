@@ -21,7 +21,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: venv ## a prefill and a decode engine on CPU that share a cache; prints what it saves
-	@$(BIN)/larder demo $(ARGS)
+	@$(BIN)/larder demo examples/cpu-local.yaml $(ARGS)
 
 test: venv-dev ## every test, real Redis and real vLLM engines included (ARGS="-k name" for some)
 	@$(BIN)/python -m pytest $(ARGS)
