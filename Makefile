@@ -51,6 +51,6 @@ venv: ## .venv with what the demo needs
 venv-dev: ## .venv with what tests and lint need too
 	@sh tools/bootstrap.sh --dev
 
-clean: ## remove .venv, models and caches of this checkout
-	rm -rf .venv .cache models dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+clean: ## remove .venv, models, runs and caches of this checkout
+	rm -rf .venv .cache .larder models dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
