@@ -1,0 +1,683 @@
+"""The client's connection to its agent: one thread that connects, keeps the session, and connects again.
+
+Invariants: a session becomes visible to other calls only when its data plane stands and all namespaces are open in
+it; it is never used again once it ended; everything that is queued (releases, aborts, outcomes) is bounded. The
+thread's inbox is the only way into it, so nothing here needs more than one lock. Called by `CacheClient`; moving
+bytes is left to the planes.
+
+Threads: the keeper's own; one reader per connection, since a synchronous gRPC stream can only be read by blocking;
+gRPC's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import random
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import grpc
+
+from cacheservice import __version__
+from cacheservice.client.channel import open_channel
+from cacheservice.client.deadlines import Deadline
+from cacheservice.client.plane import Plane
+from cacheservice.client.shared_memory import ArenaMapping, SharedMemoryPlane, map_arena
+from cacheservice.client.stream import StreamPlane
+from cacheservice.client.values import (
+    AgentTarget,
+    ClientIdentity,
+    ClientState,
+    DataPlane,
+    Deadlines,
+)
+from cacheservice.core.keys import NamespaceDigest, short_hex
+from cacheservice.core.layout import NamespaceSpec
+from cacheservice.core.outcomes import Outcome, Reason
+from cacheservice.errors import AgentRejected, AgentUnavailable, LarderError
+from cacheservice.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+MAX_QUEUED_OUTCOMES = 1024
+MAX_OUTCOMES_PER_PING = 256
+MAX_QUEUED_IDS = 65_536
+MAX_IDS_PER_CALL = 4096
+# Bounds of the wire contract; longer texts are cut.
+MAX_ENGINE_NAME_BYTES = 128
+MAX_HOST_BYTES = 256
+MAX_VERSION_BYTES = 64
+MAX_REQUEST_ID_BYTES = 256
+FIRST_PAUSE_S = 0.05
+MAX_PING_INTERVAL_S = 3.0
+SILENCE_S = 10.0
+"""An agent that leaves a ping unanswered for so long is taken for dead."""
+
+_Answer = TypeVar("_Answer")
+
+_REASONS = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: Reason.DEADLINE,
+    grpc.StatusCode.UNAVAILABLE: Reason.AGENT_DOWN,
+    grpc.StatusCode.CANCELLED: Reason.AGENT_DOWN,
+    grpc.StatusCode.UNAUTHENTICATED: Reason.LEASE_LOST,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Reason.NO_SPACE,
+    grpc.StatusCode.ABORTED: Reason.LEASE_LOST,
+}
+
+
+class Session:
+    """One live session: how to call the agent, and how bytes travel. Thread-safe; never reused once it ended."""
+
+    def __init__(
+        self, link: _Link, welcome: cache_pb2.SessionWelcome, mapping_plane: Plane | None
+    ) -> None:
+        """`mapping_plane` is None where bytes are streamed."""
+        self.link = link
+        self.stub: Any = cache_pb2_grpc.CacheServiceStub(link.channel)
+        self.admin: Any = admin_pb2_grpc.AdminServiceStub(link.channel)
+        self.token = welcome.session_token
+        self.epoch = welcome.epoch
+        self.piece_bytes = welcome.checksum_piece_bytes
+        self.plane: Plane = mapping_plane or self._stream_plane()
+        self._ended: Reason | None = None
+        self._faults_logged: set[tuple[str, grpc.StatusCode]] = set()
+
+    def _stream_plane(self) -> Plane:
+        return StreamPlane(
+            self.link.channel,
+            session_token=self.token,
+            piece_bytes=self.piece_bytes,
+            reason_of=self.reason_of,
+        )
+
+    def end_reason(self) -> Reason | None:
+        """Why the session ended; None while it lives, as far as this client knows."""
+        return self._ended
+
+    def end(self, reason: Reason) -> None:
+        """Let nothing start in this session any more; the first reason stays."""
+        if self._ended is None:
+            self._ended = reason
+
+    def call(
+        self, method: str, request: object, timeout_s: float, *, stub: Any = None
+    ) -> Any | Reason:
+        """The answer of a unary call, or why there is none; ends within `timeout_s`."""
+        if (ended := self.end_reason()) is not None:
+            return ended
+        if timeout_s <= 0.0:
+            return Reason.DEADLINE
+        try:
+            return getattr(stub or self.stub, method)(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            return self.reason_of(method, error)
+        except ValueError:  # gRPC's word for a channel that was closed meanwhile
+            return self.end_reason() or Reason.AGENT_DOWN
+
+    def reason_of(self, method: str, error: grpc.RpcError) -> Reason:
+        """Translate a failed call; what has no reason of its own is logged once per method and status."""
+        code, details = error.code(), error.details()
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            self.end(Reason.LEASE_LOST)
+            self.link.wake()
+        reason = _REASONS.get(code, Reason.INTERNAL)
+        if self._ended is not None and reason is Reason.AGENT_DOWN:
+            return self._ended
+        if (
+            reason in (Reason.INTERNAL, Reason.NO_SPACE)
+            and (method, code) not in self._faults_logged
+        ):
+            self._faults_logged.add((method, code))
+            _log.error(
+                "the agent refuses a call: method=%s status=%s details=%s",
+                method,
+                code.name,
+                details,
+            )
+        return reason
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """The session stream ended; by the agent's word when `is_answer`, else because nobody is there."""
+
+    message: str
+    is_answer: bool
+
+
+class _Link:
+    """One connection: channel, session stream, and the thread that reads it into an inbox."""
+
+    def __init__(
+        self, target: AgentTarget, inbox: queue.SimpleQueue[object], hello: cache_pb2.SessionHello
+    ) -> None:
+        self.channel = open_channel(target)
+        self._inbox = inbox
+        self._requests: queue.SimpleQueue[cache_pb2.SessionRequest | None] = queue.SimpleQueue()
+        self._requests.put(cache_pb2.SessionRequest(hello=hello))
+        self._call: Any = cache_pb2_grpc.CacheServiceStub(self.channel).Session(
+            iter(self._requests.get, None)
+        )
+        threading.Thread(target=self._read, name="larder-session-reader", daemon=True).start()
+
+    def send(self, ping: cache_pb2.SessionPing) -> None:
+        """Queue a ping."""
+        self._requests.put(cache_pb2.SessionRequest(ping=ping))
+
+    def wake(self) -> None:
+        """Make the keeper look at its session."""
+        self._inbox.put(None)
+
+    def close(self) -> None:
+        """End the session and every call of it. Idempotent."""
+        self._requests.put(None)
+        self._call.cancel()
+        self.channel.close()
+
+    def _read(self) -> None:
+        try:
+            for response in self._call:
+                self._inbox.put((self, response))
+            ended = _Ended("the agent ended the session", is_answer=True)
+        except grpc.RpcError as error:
+            code = error.code()
+            is_answer = code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+            ended = _Ended(f"{code.name}: {error.details()}", is_answer)
+        self._inbox.put((self, ended))
+
+
+class SessionKeeper:
+    """Keeps one session with the agent; see the module."""
+
+    def __init__(
+        self,
+        target: AgentTarget,
+        identity: ClientIdentity,
+        *,
+        deadlines: Deadlines,
+        data_plane: DataPlane,
+        clock: Callable[[], float],
+        on_change: Callable[[ClientState], None] | None,
+    ) -> None:
+        """Opens nothing and starts nothing."""
+        self._target = target
+        self._identity = identity
+        self._deadlines = deadlines
+        self._data_plane: DataPlane = data_plane
+        self._clock = clock
+        self._on_change = on_change
+        self._process = os.getpid()
+        self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+        # Guards what follows; notified when a session becomes visible or goes.
+        self._changed = threading.Condition()
+        self._session: Session | None = None
+        self._namespaces: dict[NamespaceDigest, NamespaceSpec] = {}
+        self._state = _not_connected("not started")
+        self._outcomes: deque[Outcome] = deque()
+        self._num_dropped_outcomes = 0
+        self._cleanups: deque[tuple[Session, str, object]] = deque()
+        # Of the keeper's thread alone.
+        self._unanswered: deque[tuple[float, list[Outcome]]] = deque()
+        self._last_complaint = ""
+
+    # Any thread.
+
+    def start(self) -> None:
+        """Start the thread; a second call does nothing."""
+        if self._thread is None and not self._is_closing:
+            self._process = os.getpid()
+            self._thread = threading.Thread(target=self._run, name="larder-session", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the session and the thread; idempotent, ends within the deadlines of one call."""
+        self._is_closing = True
+        with self._changed:
+            session = self._session
+        if session is not None:
+            session.end(Reason.AGENT_DOWN)
+        self._inbox.put(None)
+        thread = self._thread
+        if (
+            thread is not None
+            and thread is not threading.current_thread()
+            and self._process == os.getpid()
+        ):
+            thread.join(self._deadlines.commit_s + self._deadlines.reconnect_s)
+        self._publish(_not_connected("closed"))
+
+    def session(self) -> Session | None:
+        """The live session, or None: in that case nothing is there. Always None in a forked child."""
+        session = self._session
+        if session is None or session.end_reason() is not None or self._process != os.getpid():
+            return None
+        return session
+
+    def state(self) -> ClientState:
+        """How it is connected now."""
+        return self._state
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Wait until a session is visible."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._session is not None, timeout_s)
+
+    def open_namespace(self, spec: NamespaceSpec) -> None:
+        """Remember `spec` for every session, and open it in the present one."""
+        with self._changed:
+            self._namespaces[spec.digest] = spec
+            session = self.session()
+        if session is not None:
+            self._open_in(session, spec)
+
+    def num_groups(self, namespace: NamespaceDigest) -> int | None:
+        """Groups of an opened namespace."""
+        spec = self._namespaces.get(namespace)
+        return None if spec is None else len(spec.groups)
+
+    def report(self, outcome: Outcome) -> None:
+        """Queue an outcome for the next ping; the oldest goes when the queue is full."""
+        with self._changed:
+            self._outcomes.append(outcome)
+            self._drop_surplus_outcomes()
+
+    def release_later(self, session: Session, lease_id: int) -> None:
+        """Give a lease back without waiting."""
+        self._queue_cleanup(session, "Release", lease_id)
+
+    def abort_later(self, session: Session, reservation_ids: Iterable[int]) -> None:
+        """End reservations without waiting."""
+        for reservation_id in reservation_ids:
+            self._queue_cleanup(session, "Abort", reservation_id)
+
+    def evict_later(self, session: Session, namespace: bytes, chunk: bytes) -> None:
+        """Ask the agent to drop a chunk whose bytes are not what was written, so that it can be stored anew."""
+        self._queue_cleanup(session, "Evict", (namespace, chunk))
+
+    def _queue_cleanup(self, session: Session, method: str, subject: object) -> None:
+        with self._changed:
+            if session.end_reason() is not None or len(self._cleanups) >= MAX_QUEUED_IDS:
+                return  # the agent frees it with the session or by its TTL
+            self._cleanups.append((session, method, subject))
+            is_first = len(self._cleanups) == 1
+        if is_first:
+            self._inbox.put(None)
+
+    # The keeper's thread.
+
+    def _run(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while not self._is_closed():
+            link_opened_at = self._clock()
+            message = ""
+            try:
+                message = self._connect_and_serve()
+            except LarderError as error:
+                message = str(error)
+            except Exception:  # noqa: BLE001 - outermost frame: logged, and all is a miss until it works again
+                _log.exception("the session thread failed; it tries again")
+                message = "internal fault, see the log"
+            if self._is_closed():
+                return
+            self._complain(message)
+            if self._clock() - link_opened_at > self._deadlines.reconnect_s * 2:
+                pause_s = FIRST_PAUSE_S
+            self._idle(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(pause_s * 2, self._deadlines.reconnect_s)
+
+    def _connect_and_serve(self) -> str:
+        """One session from hello to its end; returns why it ended, raises LarderError when it did not begin."""
+        link, welcome, plane, why_not_shared = self._connect()
+        session = Session(link, welcome, plane)
+        try:
+            self._make_visible(session, welcome, why_not_shared)
+            return self._serve(session, welcome)
+        finally:
+            self._make_invisible(session)
+            session.end(Reason.AGENT_DOWN)
+            session.plane.retire()
+            link.close()
+            self._take_back_outcomes()
+
+    def _connect(self) -> tuple[_Link, cache_pb2.SessionWelcome, Plane | None, str]:
+        if self._target.socket_dir is None or self._data_plane not in ("auto", "shared_memory"):
+            if self._data_plane == "shared_memory":
+                raise AgentRejected(
+                    "shared memory needs the agent's socket directory, not an address"
+                )
+            return (*self._open_link(maps_arena=False), None, "")
+        link, welcome = self._open_link(maps_arena=True)
+        try:
+            mapping = self._map_arena(self._target.socket_dir, welcome)
+        except LarderError as error:
+            link.close()
+            if self._data_plane == "shared_memory":
+                raise
+            # A session that said it would map the arena must not live on without it.
+            return (*self._open_link(maps_arena=False), None, f"bytes are streamed: {error}")
+        except BaseException:
+            link.close()
+            raise
+        threading.Thread(target=mapping.populate, name="larder-populate", daemon=True).start()
+        return link, welcome, SharedMemoryPlane(mapping, welcome.checksum_piece_bytes), ""
+
+    def _map_arena(self, socket_dir: Path, welcome: cache_pb2.SessionWelcome) -> ArenaMapping:
+        if not welcome.arena_offered:
+            raise AgentRejected("the agent does not offer its arena")
+        return map_arena(
+            socket_dir,
+            session_token=welcome.session_token,
+            epoch=welcome.epoch,
+            arena_bytes=welcome.arena_bytes,
+            deadline=Deadline(self._clock, self._deadlines.reconnect_s),
+        )
+
+    def _open_link(self, *, maps_arena: bool) -> tuple[_Link, cache_pb2.SessionWelcome]:
+        identity = self._identity
+        half = "UNSPECIFIED" if identity.half is None else identity.half.name
+        hello = cache_pb2.SessionHello(
+            protocol_version=PROTOCOL_VERSION,
+            role=f"CLIENT_ROLE_{identity.role.name}",
+            half=f"CLIENT_HALF_{half}",
+            engine_name=_cut(identity.engine_name, MAX_ENGINE_NAME_BYTES),
+            host=_cut(identity.host or socket.gethostname(), MAX_HOST_BYTES),
+            rank=identity.rank,
+            vllm_version=_cut(identity.vllm_version, MAX_VERSION_BYTES),
+            larder_version=__version__,
+            maps_arena=maps_arena,
+        )
+        link = _Link(self._target, self._inbox, hello)
+        try:
+            return link, self._welcome_of(link)
+        except BaseException:
+            link.close()
+            raise
+
+    def _welcome_of(self, link: _Link) -> cache_pb2.SessionWelcome:
+        """The agent's answer to the hello; raises LarderError when it is none, or takes too long."""
+        deadline = Deadline(self._clock, self._deadlines.reconnect_s)
+        while not self._is_closed():
+            event = self._next_event(link, deadline.left_s())
+            if isinstance(event, _Ended):
+                kind = AgentRejected if event.is_answer else AgentUnavailable
+                raise kind(f"no session with the agent at {self._target}: {event.message}")
+            if isinstance(event, cache_pb2.SessionResponse):
+                welcome = event.welcome
+                if len(welcome.session_token) != 16 or not welcome.checksum_piece_bytes:
+                    raise AgentRejected(f"{self._target} does not speak this protocol")
+                return welcome
+            if deadline.has_passed():
+                raise AgentUnavailable(
+                    f"the agent at {self._target} did not answer within {self._deadlines.reconnect_s:g} s"
+                )
+        raise AgentUnavailable("closed")
+
+    def _next_event(self, link: _Link, timeout_s: float) -> object | None:
+        """What `link` received next; None after `timeout_s` and when somebody woke the thread."""
+        try:
+            item = self._inbox.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            return None
+        if isinstance(item, tuple) and item[0] is link:
+            event: object = item[1]
+            return event
+        return None  # a wake-up, or something of an earlier link
+
+    def _make_visible(
+        self, session: Session, welcome: cache_pb2.SessionWelcome, why_not_shared: str
+    ) -> None:
+        """Open every namespace, then let other calls see the session."""
+        opened: set[NamespaceDigest] = set()
+        while True:
+            with self._changed:
+                missing = [
+                    spec for digest, spec in self._namespaces.items() if digest not in opened
+                ]
+                if not missing:
+                    self._session = session
+                    break
+            for spec in missing:
+                reason = self._open_in(session, spec)
+                if reason in (Reason.AGENT_DOWN, Reason.DEADLINE, Reason.LEASE_LOST):
+                    raise AgentUnavailable(
+                        f"the agent at {self._target} went away while namespaces were opened"
+                    )
+                opened.add(spec.digest)
+        if why_not_shared:
+            _log.warning(
+                "connected without shared memory: agent=%s why=%s", self._target, why_not_shared
+            )
+        plane = None if self._data_plane == "none" else session.plane.name
+        _log.info(
+            "connected: agent=%s epoch=%08x data_plane=%s", self._target, session.epoch, plane
+        )
+        self._last_complaint = ""
+        self._publish(
+            ClientState(
+                connected=True,
+                epoch=session.epoch,
+                data_plane=plane,
+                node_number=welcome.node_number,
+                message=why_not_shared,
+            )
+        )
+
+    def _make_invisible(self, session: Session) -> None:
+        with self._changed:
+            if self._session is session:
+                self._session = None
+            self._cleanups.clear()
+
+    def _open_in(self, session: Session, spec: NamespaceSpec) -> Reason | None:
+        request = cache_pb2.OpenNamespaceRequest(
+            session_token=session.token,
+            namespace_digest=spec.digest,
+            description=spec.description,
+            tokens_per_chunk=spec.tokens_per_chunk,
+            groups=[
+                cache_pb2.GroupShape(
+                    kind=g.kind, num_shards=g.num_shards, shard_bytes=g.shard_bytes
+                )
+                for g in spec.groups
+            ],
+        )
+        answer = session.call("OpenNamespace", request, self._deadlines.reserve_s)
+        if not isinstance(answer, Reason):
+            return None
+        if answer not in (Reason.AGENT_DOWN, Reason.DEADLINE, Reason.LEASE_LOST):
+            _log.error(
+                "the agent does not open namespace=%s, so nothing of it is cached",
+                short_hex(spec.digest),
+            )
+        return answer
+
+    def _serve(self, session: Session, welcome: cache_pb2.SessionWelcome) -> str:
+        """Ping, collect pongs, and do what was queued, until the session ends; returns why."""
+        interval_s = min(max(welcome.ping_interval_ms / 1000, 0.05), MAX_PING_INTERVAL_S)
+        next_ping_at = self._clock() + interval_s
+        while not self._is_closed():
+            event = self._next_event(session.link, next_ping_at - self._clock())
+            if isinstance(event, _Ended):
+                session.end(Reason.LEASE_LOST if event.is_answer else Reason.AGENT_DOWN)
+                return event.message
+            if session.end_reason() is not None:
+                return "the agent does not know the session any more"
+            if (
+                isinstance(event, cache_pb2.SessionResponse)
+                and event.WhichOneof("message") == "pong"
+            ):
+                if self._unanswered:
+                    self._unanswered.popleft()
+                self._note_pong(event.pong)
+                continue
+            self._clean_up()
+            now = self._clock()
+            if now >= next_ping_at:
+                if self._unanswered and now - self._unanswered[0][0] > SILENCE_S:
+                    return f"the agent left a ping unanswered for {SILENCE_S:g} s"
+                self._ping(session.link, now)
+                next_ping_at = now + interval_s
+        return "closed"
+
+    def _note_pong(self, pong: cache_pb2.SessionPong) -> None:
+        state = self._state
+        message = (
+            "the agent drains" if pong.draining else state.message.replace("the agent drains", "")
+        )
+        if (pong.node_number, message) != (state.node_number, state.message):
+            self._publish(
+                ClientState(
+                    connected=True,
+                    epoch=state.epoch,
+                    data_plane=state.data_plane,
+                    node_number=pong.node_number,
+                    message=message,
+                )
+            )
+
+    def _ping(self, link: _Link, now: float) -> None:
+        """Send one ping, or as many as the queued outcomes need."""
+        while True:
+            with self._changed:
+                batch = [
+                    self._outcomes.popleft()
+                    for _ in range(min(len(self._outcomes), MAX_OUTCOMES_PER_PING))
+                ]
+                has_more = bool(self._outcomes)
+                num_dropped = self._num_dropped_outcomes
+            self._unanswered.append((now, batch))
+            link.send(
+                cache_pb2.SessionPing(
+                    outcomes=[
+                        cache_pb2.Outcome(
+                            kind=f"OUTCOME_KIND_{o.kind.name}",
+                            reason=f"OUTCOME_REASON_{o.reason.name}",
+                            request_id=_cut(o.request_id, MAX_REQUEST_ID_BYTES),
+                            asked_tokens=_u32(o.asked_tokens),
+                            served_tokens=_u32(o.served_tokens),
+                            duration_ms=_u32(o.duration_ms),
+                            num_bytes=max(0, o.num_bytes),
+                        )
+                        for o in batch
+                    ],
+                    num_dropped_outcomes=num_dropped,
+                )
+            )
+            if not has_more:
+                return
+
+    def _take_back_outcomes(self) -> None:
+        """Queue again, first in line, what a session that ended did not confirm."""
+        with self._changed:
+            for _, batch in reversed(self._unanswered):
+                self._outcomes.extendleft(reversed(batch))
+            self._unanswered.clear()
+            self._drop_surplus_outcomes()
+
+    def _drop_surplus_outcomes(self) -> None:
+        while len(self._outcomes) > MAX_QUEUED_OUTCOMES:
+            self._outcomes.popleft()
+            self._num_dropped_outcomes += 1
+
+    def _clean_up(self) -> None:
+        """Release, abort and evict what was queued; what fails is left to the agent's time limits."""
+        with self._changed:
+            queued = list(self._cleanups)
+            self._cleanups.clear()
+        timeout_s = self._deadlines.commit_s
+        for session in {id(s): s for s, _, _ in queued}.values():
+            of_method: dict[str, list[Any]] = {"Release": [], "Abort": [], "Evict": []}
+            for owner, method, subject in queued:
+                if owner is session:
+                    of_method[method].append(subject)
+            for lease_ids in _batches(of_method["Release"], MAX_IDS_PER_CALL):
+                _end_all(session, "Release", lease_ids, timeout_s)
+            for reservation_ids in _batches(of_method["Abort"], MAX_IDS_PER_CALL):
+                _end_all(session, "Abort", reservation_ids, timeout_s)
+            for namespace, chunk in dict.fromkeys(of_method["Evict"]):
+                eviction = admin_pb2.EvictRequest(namespace_digest=namespace, chunk_keys=[chunk])
+                session.call("Evict", eviction, timeout_s, stub=session.admin)
+
+    def _complain(self, message: str) -> None:
+        """Say once per outage and cause why there is no session."""
+        if message != self._last_complaint:
+            _log.warning("no cache agent, going on without cache: %s", message)
+            self._last_complaint = message
+        self._publish(_not_connected(message))
+
+    def _is_closed(self) -> bool:
+        return self._is_closing
+
+    def _publish(self, state: ClientState) -> None:
+        with self._changed:
+            if state == self._state:
+                return
+            self._state = state
+            self._changed.notify_all()
+        if self._on_change is not None:
+            try:
+                self._on_change(state)
+            except Exception:  # noqa: BLE001 - the caller's code may raise anything; the session goes on
+                _log.exception("the callback for changes of the connection failed")
+
+    def _idle(self, pause_s: float) -> None:
+        """Wait before the next try, or until closed; what comes meanwhile belongs to sessions that ended."""
+        deadline = Deadline(self._clock, pause_s)
+        while not self._is_closed() and not deadline.has_passed():
+            try:
+                self._inbox.get(timeout=deadline.left_s())
+            except queue.Empty:
+                return
+
+
+def _end_all(
+    session: Session, method: Literal["Release", "Abort"], ids: list[int], timeout_s: float
+) -> None:
+    """Release leases or abort reservations. The agent refuses a batch with one that it does not know (any more): then
+    each half by itself."""
+    try:
+        if method == "Release":
+            session.stub.Release(
+                cache_pb2.ReleaseRequest(session_token=session.token, lease_ids=ids),
+                timeout=timeout_s,
+            )
+        else:
+            session.stub.Abort(
+                cache_pb2.AbortRequest(session_token=session.token, reservation_ids=ids),
+                timeout=timeout_s,
+            )
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.NOT_FOUND:
+            session.reason_of(method, error)
+        elif len(ids) > 1:
+            _end_all(session, method, ids[: len(ids) // 2], timeout_s)
+            _end_all(session, method, ids[len(ids) // 2 :], timeout_s)
+    except ValueError:
+        pass  # the channel was closed meanwhile, and all went with the session
+
+
+def _not_connected(message: str) -> ClientState:
+    return ClientState(connected=False, epoch=None, data_plane=None, node_number=0, message=message)
+
+
+def _batches(items: list[_Answer], size: int) -> Iterator[list[_Answer]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def _cut(text: str, max_bytes: int) -> str:
+    return text.encode(errors="replace")[:max_bytes].decode(errors="ignore")
+
+
+def _u32(value: int) -> int:
+    return min(max(0, int(value)), 0xFFFF_FFFF)
