@@ -42,11 +42,9 @@ def test_every_spelling_that_vllm_takes_for_an_owned_flag_is_refused(options):
             if spelling == option or meant == {
                 destination
             }:  # argparse takes an unambiguous beginning
-                spellings = (
-                    spelling,
-                    spelling.replace("-", "_").replace("__", "--", 1),
-                    f"{spelling}=1",
-                )
+                dashes = "--" if spelling.startswith("--") else "-"
+                with_underscores = dashes + spelling.removeprefix(dashes).replace("-", "_")
+                spellings = (spelling, with_underscores, f"{spelling}=1")
                 passed |= {each for each in spellings if owned_argument(each)}
     assert not passed
 

@@ -110,6 +110,8 @@ def make_model(folder: Path, recipe: Recipe, *, report: Report) -> Path:
     with _only_one_maker(folder):
         if is_complete(folder, recipe):  # another process made it while this one waited
             return folder
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{folder} is a file: name a folder")
         if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
             raise ConfigError(
                 f"{folder} is not empty and was not made by Larder: name another folder, or an empty one"
@@ -290,7 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
             folder = make_demo_model(options.outdir, report=report)
     except ConfigError as error:
         report(f"error: {error}")
-        return 1
+        return 2
     print(folder)
     return 0
 
