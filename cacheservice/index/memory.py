@@ -1,8 +1,9 @@
-"""The index inside one process: for a single node, and as the second implementation that the shared tests hold to the port.
+"""The index inside one process: for a single node, and as the second implementation that the shared tests hold to the
+port.
 
-Several `MemoryIndex` objects on one `MemoryIndexStore` are several agents on one Redis: the same leases, fences, numbers and
-formats, on a clock that is given. It never fails unless it was told to (`MemoryIndexStore.unavailable`), and `erase` loses
-everything as FLUSHALL does.
+Several `MemoryIndex` objects on one `MemoryIndexStore` are several agents on one Redis: the same leases, fences,
+numbers and formats, on a clock that is given. It never fails unless it was told to (`MemoryIndexStore.unavailable`),
+and `erase` loses everything as FLUSHALL does.
 
 Used by: `--index memory`, tests.
 """
@@ -20,8 +21,12 @@ from cacheservice.errors import IndexUnavailable
 from cacheservice.index.entry import parse_entries, replace_entry
 from cacheservice.index.node_record import MAX_NODES, pack_node
 from cacheservice.index.port import (
-    Announcement, Holder, IndexHealth, IndexStatus, Node,
-)  # fmt: skip
+    Announcement,
+    Holder,
+    IndexHealth,
+    IndexStatus,
+    Node,
+)
 from cacheservice.index.scripts import MAX_NAMESAKES, NAME_TTL_S, NODE_TTL_MS
 
 NODE_TTL_S = NODE_TTL_MS / 1000

@@ -1,7 +1,7 @@
 """From what the user wrote after `--index` to an index.
 
-Called by the agent's and the CLI's start. Nothing is connected yet when it returns: an unreachable Redis is a state of the
-index (`Index.status`), not a failure to start.
+Called by the agent's and the CLI's start. Nothing is connected yet when it returns: an unreachable Redis is a state of
+the index (`Index.status`), not a failure to start.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def build_index(
     )
     if not 0 < len(encoded) <= MAX_PREFIX_BYTES or not is_plain:
         raise ConfigError(
-            f"the key prefix {key_prefix!r} can't be used: give 1 to {MAX_PREFIX_BYTES} ASCII characters without spaces, "
-            "braces and the wildcards * ? [ ] \\, for example larder:"
+            f"the key prefix {key_prefix!r} can't be used: give 1 to {MAX_PREFIX_BYTES} ASCII characters without "
+            "spaces, braces and the wildcards * ? [ ] \\, for example larder:"
         )
     if tls_key is not None and tls_cert is None:
         raise ConfigError("a TLS key for Redis is given without its certificate: give both")

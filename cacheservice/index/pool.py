@@ -1,7 +1,8 @@
 """A few connections to Redis, lent to one caller at a time; connecting happens on a thread of its own.
 
-So that a slow connect (a host name that does not resolve, a TLS handshake, a stopped server) never holds a caller beyond its
-deadline, and never holds more than one thread: at most one connect is under way, and those who wait share its outcome.
+So that a slow connect (a host name that does not resolve, a TLS handshake, a stopped server) never holds a caller
+beyond its deadline, and never holds more than one thread: at most one connect is under way, and those who wait share
+its outcome.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from cacheservice.index.wire import Connection, Deadline
 
 
 class ConnectionPool:
-    """At most `max_connections` connections. Thread-safe; owns its connections and its short-lived connecting thread."""
+    """At most `max_connections` connections. Thread-safe; owns its connections and its short-lived connecting
+    thread."""
 
     def __init__(
         self,
@@ -39,8 +41,8 @@ class ConnectionPool:
         self._is_closed = False
 
     def take(self, deadline: Deadline) -> Connection:
-        """A connection, most recently used first; the caller gives it back or discards it. RedisTrouble when there is none
-        in time, with the reason when a connect failed meanwhile."""
+        """A connection, most recently used first; the caller gives it back or discards it. RedisTrouble when there is
+        none in time, with the reason when a connect failed meanwhile."""
         with self._changed:
             outcomes_before = self._num_outcomes
             while not self._idle:

@@ -1,8 +1,12 @@
 """The port through which an agent uses the index.
 
 An index answers which nodes claim to hold a chunk. Its answers are hints: bounds-checked here, confirmed by the owner
-before any byte moves. Every call returns within the index's timeout (default 20 ms for lookups) or raises
-`IndexUnavailable`, whose message says what is wrong and what to do; nothing else is raised. Thread-safe.
+before any byte moves. Every call returns within the index's time-out (default 20 ms for `lookup` and `nodes`, 1 s for
+the rest) or raises `IndexUnavailable`, whose message says what is wrong and what to do; nothing else is raised, except
+where a method says so. Thread-safe.
+
+What a call that raised has done is not known: it may have happened, or may still happen. Every call can be repeated
+with the effect of one.
 
 Called by: the agent's lookup path (`lookup`, `nodes`) and its announcer thread (everything else).
 """
@@ -75,34 +79,47 @@ class Index(Protocol):
     def join(self, *, name: str, address: str, epoch: int) -> int:
         """Take or renew the node number of `name` for this incarnation; returns it (1 to 65535).
 
-        The same name keeps its number across restarts. Two live agents of one name: the later one gets another number.
+        The same name keeps its number across restarts, for a day. Two live agents of one name: the later one gets
+        another number; one that comes back at the same non-empty `address` counts as the same agent restarted. Asked
+        again by the same incarnation, it answers with the number that it has now. ConfigError: a name or address that
+        can't be stored, or an epoch outside 1 to 2^32 - 1.
         """
 
     def heartbeat(self) -> bool:
-        """Renew the lease of the joined node (TTL 10 s, call every 3 s). True = the index lost our entries: announce
-        everything again (it was restarted, flushed, or our node entry had expired)."""
+        """Renew the lease of the joined node (TTL 10 s, call every 3 s), or take it again when it was lost or `join`
+        had failed. True = announce everything again: the index lost our entries (it was restarted or flushed, or our
+        node entry had expired or belonged to another incarnation), or they would expire soon.
+
+        After True our number may be another one: `join` tells.
+        """
 
     def leave(self) -> None:
-        """Remove the node entry; its remaining entries are dead from then on."""
+        """Remove the node entry; its remaining entries are dead from then on. Does nothing when not joined."""
 
     def announce(self, announcements: Sequence[Announcement]) -> None:
-        """Replace this node's entry of each chunk (at most 1000 a call); an empty bitmap removes it. Fenced: does nothing
-        and raises `IndexUnavailable` when the node table names another epoch for our number."""
+        """Replace this node's entry of each chunk (at most 1000 a call); an empty bitmap removes it.
+
+        Fenced: does nothing and raises `IndexUnavailable` when the node table names another epoch for our number, or
+        none; the next heartbeat then answers True. Entries last as long as the index's TTL, from their last
+        announcement.
+        """
 
     def lookup(
         self, namespace: NamespaceDigest, chunks: Sequence[ChunkKey]
     ) -> list[tuple[Holder, ...]]:
-        """Claims per chunk, one round trip for at most 4096 chunks; entries of dead epochs and of this node are left out,
-        malformed ones are counted and ignored."""
+        """Claims per chunk, one round trip for at most 4096 chunks; entries of dead epochs and of this node are left
+        out, malformed ones are counted and ignored. Only the namespace's first 8 bytes are compared: the owner confirms
+        all 32."""
 
     def nodes(self) -> Mapping[int, Node]:
-        """Live nodes by number, at most 1 s old."""
+        """Live nodes by number, at most 1 s old; read-only."""
 
     def status(self) -> IndexStatus:
         """Health as of the last call; never blocks."""
 
     def counters(self) -> Mapping[str, int]:
-        """Counts since start: lookups, lookup_errors, malformed_entries, stale_entries, announcements, reannouncements."""
+        """Counts since start, monotonic: lookups, lookup_errors, malformed_entries, stale_entries, announcements,
+        reannouncements."""
 
     def close(self) -> None:
         """Close connections; idempotent."""

@@ -1,8 +1,9 @@
 """The index in Redis: one MGET a lookup, Lua for every write, a deadline and a circuit breaker on every call.
 
-Invariants: a lookup holds its caller no longer than its time-out, and not at all while the breaker is open; nothing that Redis
-says is believed before it is bounds-checked, and then it is a hint; a write happens only while the node table names our epoch;
-an entry never outlives its TTL, so `heartbeat` asks for everything to be announced again before that.
+Invariants: a lookup holds its caller no longer than its time-out, and not at all while the breaker is open; nothing
+that Redis says is believed before it is bounds-checked, and then it is a hint; a write happens only while the node
+table names our epoch; an entry never outlives its TTL, so `heartbeat` asks for everything to be announced again before
+that.
 
 Lookups and writes have separate connections: a batch of announcements never delays a lookup. The format is in
 docs/decisions/0005-redis-format.md; connecting is `pool.py`'s, words for failures are `trouble.py`'s.
@@ -24,13 +25,17 @@ from cacheservice.core.keys import ChunkKey, NamespaceDigest
 from cacheservice.errors import IndexUnavailable
 from cacheservice.index import trouble
 from cacheservice.index.breaker import CircuitBreaker
-from cacheservice.index.entry import parse_entries, pack_entry
+from cacheservice.index.entry import pack_entry, parse_entries
 from cacheservice.index.location import RedisLocation
 from cacheservice.index.node_record import MAX_NODES, pack_node, parse_node
 from cacheservice.index.pool import ConnectionPool
 from cacheservice.index.port import (
-    Announcement, Holder, IndexHealth, IndexStatus, Node,
-)  # fmt: skip
+    Announcement,
+    Holder,
+    IndexHealth,
+    IndexStatus,
+    Node,
+)
 from cacheservice.index.scripts import ANNOUNCE, HEARTBEAT, JOIN, LEAVE, Script
 from cacheservice.index.trouble import RedisTrouble
 from cacheservice.index.wire import Connection, Deadline, ErrorReply, connect, pack
@@ -85,8 +90,8 @@ class RedisIndex:
         entry_ttl_s: float = 3600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Connects on first use. `timeout_s` bounds lookups, `write_timeout_s` connecting and all other calls. `clock` (s,
-        monotonic) paces breaker, node table and renewal; socket deadlines are always real time."""
+        """Connects on first use. `timeout_s` bounds lookups, `write_timeout_s` connecting and all other calls. `clock`
+        (s, monotonic) paces breaker, node table and renewal; socket deadlines are always real time."""
         self._location = location
         self._prefix = key_prefix
         self._prefix_bytes = key_prefix.encode()
@@ -394,7 +399,8 @@ class RedisIndex:
     def _decode(
         self, values: Sequence[bytes | None], nodes: Mapping[int, Node]
     ) -> tuple[dict[bytes, tuple[tuple[Holder, ...], int, int]], bool]:
-        """Holders, malformed and stale entries of each distinct value: chunks of one prompt mostly have the same one."""
+        """Holders, malformed and stale entries of each distinct value: chunks of one prompt mostly have the same
+        one."""
         own = self._number
         decoded: dict[bytes, tuple[tuple[Holder, ...], int, int]] = {}
         is_unknown = False

@@ -1,8 +1,8 @@
 """The writes to Redis, as Lua: each runs whole or not at all against other writers, and is fenced by the node table.
 
-Every script may be sent twice with the same effect as once, so a call whose answer was lost is repeated. They need Redis
-6.2 or newer and one server (keys of several hash tags are touched together); docs/decisions/0005-redis-format.md names keys
-and formats. Run by `redis_index.py` only.
+Every script may be sent twice with the same effect as once, so a call whose answer was lost is repeated. They need
+Redis 6.2 or newer and one server (keys of several hash tags are touched together); docs/decisions/0005-redis-format.md
+names keys and formats. Run by `redis_index.py` only.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ return {{0, 'namesakes'}}
 """
     ).encode()
 )
-"""ARGV: prefix, name, preferred number or 0, node record, may replace (1/0), proposed sentinel. -> {number or 0, text}."""
+"""ARGV: prefix, name, preferred number or 0, node record, may replace (1/0), proposed sentinel. -> {number or 0,
+text}."""
 
 HEARTBEAT = Script(
     (
@@ -146,7 +147,8 @@ return {{0, sentinel(prefix, proposal)}}
 """
     ).encode()
 )
-"""ARGV: prefix, number, node record, rewrite (1/0), proposed sentinel. -> {0 renewed | 1 expired | 2 another epoch, sentinel}."""
+"""ARGV: prefix, number, node record, rewrite (1/0), proposed sentinel. -> {0 renewed | 1 expired | 2 another epoch,
+sentinel}."""
 
 LEAVE = Script(
     (
@@ -211,5 +213,6 @@ return {{0, dropped}}
 """
     ).encode()
 )
-"""KEYS: chunks. ARGV: prefix, own number, own epoch as 4 bytes, TTL in s, first 3 bytes of own entries, then per key the packed
-entry, or '' to withdraw. -> {0 done | 1 node entry expired | 2 another epoch, entries dropped as dead or malformed}."""
+"""KEYS: chunks. ARGV: prefix, own number, own epoch as 4 bytes, TTL in s, first 3 bytes of own entries, then per key
+the packed entry, or '' to withdraw. -> {0 done | 1 node entry expired | 2 another epoch, entries dropped as dead or
+malformed}."""

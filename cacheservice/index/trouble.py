@@ -16,7 +16,8 @@ ACL_COMMANDS = "+mget +get +set +del +pexpire +expire +evalsha +script|load +inf
 
 
 class RedisTrouble(IndexUnavailable):
-    """IndexUnavailable that knows how the index is; `lost_connection` when asking again on a new connection may help."""
+    """IndexUnavailable that knows how the index is; `lost_connection` when asking again on a new connection may
+    help."""
 
     def __init__(self, health: IndexHealth, message: str, *, lost_connection: bool = False) -> None:
         super().__init__(message)
@@ -33,8 +34,8 @@ def timed_out(location: RedisLocation, timeout_s: float, what: str) -> RedisTrou
     """Redis did not answer in time."""
     return RedisTrouble(
         IndexHealth.UNREACHABLE,
-        f"Redis at {location.label} did not {what} within {timeout_s * 1000:.0f} ms: it is stopped, overloaded or too far; "
-        "look at its SLOWLOG and the network, or raise the index's time-out",
+        f"Redis at {location.label} did not {what} within {timeout_s * 1000:.0f} ms: it is stopped, overloaded or too "
+        "far; look at its SLOWLOG and the network, or raise the index's time-out",
     )
 
 
@@ -42,8 +43,8 @@ def lost(location: RedisLocation, what: str) -> RedisTrouble:
     """The connection ended or carried something that is not Redis's protocol."""
     return RedisTrouble(
         IndexHealth.UNREACHABLE,
-        f"the connection to Redis at {location.label} was lost ({what}): if it stays so, see whether Redis runs there, and "
-        "whether it wants TLS (rediss://)",
+        f"the connection to Redis at {location.label} was lost ({what}): if it stays so, see whether Redis runs there, "
+        "and whether it wants TLS (rediss://)",
         lost_connection=True,
     )
 
@@ -54,14 +55,15 @@ def not_connected(location: RedisLocation, error: OSError | ValueError) -> Redis
     if isinstance(error, ssl.SSLCertVerificationError):
         return RedisTrouble(
             IndexHealth.UNREACHABLE,
-            f"TLS to Redis at {location.label} failed: its certificate is not trusted ({error.verify_message or said}); "
-            "give the CA that signed it, and use the host name that it was issued for",
+            f"TLS to Redis at {location.label} failed: its certificate is not trusted "
+            f"({error.verify_message or said}); give the CA that signed it, and use the host name that it was issued "
+            "for",
         )
     if isinstance(error, ssl.SSLError):
         return RedisTrouble(
             IndexHealth.UNREACHABLE,
-            f"TLS to Redis at {location.label} failed ({error.reason or said}): does it speak TLS at that port (else use "
-            "redis://), and does it want a client certificate?",
+            f"TLS to Redis at {location.label} failed ({error.reason or said}): does it speak TLS at that port (else "
+            "use redis://), and does it want a client certificate?",
         )
     return RedisTrouble(
         IndexHealth.UNREACHABLE,
@@ -75,8 +77,8 @@ def unreadable_file(location: RedisLocation, error: Exception) -> RedisTrouble:
     name = getattr(error, "filename", None) or location.password_file or location.tls
     return RedisTrouble(
         IndexHealth.REFUSING,
-        f"a file needed for Redis at {location.label} can't be read ({name}: {said}): create it or correct its path; it is "
-        "read again at each connect",
+        f"a file needed for Redis at {location.label} can't be read ({name}: {said}): create it or correct its path; "
+        "it is read again at each connect",
     )
 
 
@@ -112,8 +114,8 @@ def refused(location: RedisLocation, reply: str, key_prefix: str) -> RedisTroubl
     if word == "OOM" or "-OOM" in reply or "'maxmemory'" in reply:
         return RedisTrouble(
             refusing,
-            f"{where} is full (OOM under noeviction): raise its maxmemory, or set maxmemory-policy allkeys-lru; until then "
-            "new chunks are not announced",
+            f"{where} is full (OOM under noeviction): raise its maxmemory, or set maxmemory-policy allkeys-lru; until "
+            "then new chunks are not announced",
         )
     if word in ("LOADING", "BUSY", "MASTERDOWN", "TRYAGAIN") or "max number of clients" in reply:
         return RedisTrouble(

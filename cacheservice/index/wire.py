@@ -1,8 +1,8 @@
 """One connection to Redis, on which every wait ends at an absolute time. RESP2 through hiredis.
 
 Why not redis-py's: its time-outs are per socket operation, so a server that drips bytes, or a connect with AUTH, takes
-several of them; it retries on its own; and its replies are unbounded. Here a deadline covers the whole exchange, and a reply
-of more than MAX_REPLY_BYTES ends the connection.
+several of them; it retries on its own; and its replies are unbounded. Here a deadline covers the whole exchange, and a
+reply of more than MAX_REPLY_BYTES ends the connection.
 
 Called by `pool.py` (connecting) and `redis_index.py` (calls). A connection belongs to one thread at a time.
 """
