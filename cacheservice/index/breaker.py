@@ -1,5 +1,6 @@
-"""A circuit breaker: after failures in a row, calls fail at once instead of each waiting for its time-out. Pure but for
-a lock; the clock is given.
+"""A circuit breaker: after failures in a row, calls fail at once instead of each waiting for its time-out.
+
+Pure but for a lock; the clock is given.
 
 closed --(max_failures in a row)--> open --(pause over)--> one probe --(success)--> closed, --(failure)--> open, longer
 

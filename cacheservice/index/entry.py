@@ -1,7 +1,7 @@
-"""The packed value of one chunk: who holds which of its shards. Pure; docs/decisions/0005-redis-format.md has the
-table.
+"""The packed value of one chunk: who holds which of its shards. Pure.
 
-A value is a sequence of entries, little-endian, each 9 bytes and a bitmap:
+docs/decisions/0005-redis-format.md says why it is so. A value is a sequence of entries, little-endian, each 9 bytes and
+a bitmap:
 
     u16 node   u8 tier   u8 version   u32 epoch   u8 words   words × u64 bitmap
 

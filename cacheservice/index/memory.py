@@ -1,5 +1,4 @@
-"""The index inside one process: for a single node, and as the second implementation that the shared tests hold to the
-port.
+"""The index inside one process: for a single node, and to hold the shared tests to the port and not to Redis.
 
 Several `MemoryIndex` objects on one `MemoryIndexStore` are several agents on one Redis: the same leases, fences,
 numbers and formats, on a clock that is given. It never fails unless it was told to (`MemoryIndexStore.unavailable`),
@@ -249,7 +248,10 @@ class MemoryIndex:
             answer: list[tuple[Holder, ...]] = []
             for chunk in chunks:
                 value = self._store.values.get((namespace, chunk))
-                answer.append(() if value is None else self._live_holders(value.packed, nodes))
+                is_gone = value is None or value.expires_at <= self._store.clock()
+                answer.append(
+                    () if value is None or is_gone else self._live_holders(value.packed, nodes)
+                )
             return answer
 
     def nodes(self) -> Mapping[int, Node]:
@@ -311,7 +313,7 @@ class MemoryIndex:
         )  # fmt: skip
         self._counts["stale_entries"] += dropped
         if packed:
-            # A withdrawal leaves the others' time as it was, but moves the value to the end: it expires a little late.
+            # A withdrawal leaves the others' time as it was, but moves the value to the end: it is freed a little late.
             keeps = found is not None and not announcement.bitmap
             self._store.values[key] = _Value(
                 packed, found.expires_at if found and keeps else expires_at

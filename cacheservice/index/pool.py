@@ -34,7 +34,6 @@ class ConnectionPool:
         self._changed = threading.Condition()
         self._idle: list[Connection] = []
         self._num_lent = 0
-        self._num_waiting = 0
         self._is_connecting = False
         self._num_outcomes = 0
         self._outcome: RedisTrouble | None = None
@@ -56,9 +55,7 @@ class ConnectionPool:
                     left = deadline.remaining_s()
                 except TimeoutError:
                     raise self._on_late(deadline) from None
-                self._num_waiting += 1
                 self._changed.wait(left)
-                self._num_waiting -= 1
             self._num_lent += 1
             return self._idle.pop()
 
@@ -98,7 +95,13 @@ class ConnectionPool:
         if self._is_connecting or self._is_closed or open_or_opening >= self._max_connections:
             return
         self._is_connecting = True
-        threading.Thread(target=self._open_one, name="larder-index-connect", daemon=True).start()
+        try:
+            threading.Thread(
+                target=self._open_one, name="larder-index-connect", daemon=True
+            ).start()
+        except RuntimeError:
+            # No thread to be had: the caller waits for a connection that comes back, or for its deadline.
+            self._is_connecting = False
 
     def _open_one(self) -> None:
         opened: Connection | None = None

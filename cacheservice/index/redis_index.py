@@ -17,7 +17,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -147,26 +147,29 @@ class RedisIndex:
         """See `Index.heartbeat`. Joins when an earlier `join` failed."""
         identity = self._joined(needs_number=False)
         with self._lock:
-            number, was_full = self._number, self._write_trouble is not None
+            number, had_trouble = self._number, self._write_trouble is not None
         if not number:
             self._join(identity, may_replace=True)
             return self._take_reannouncement()
 
         def renew(connection: Connection, deadline: Deadline) -> tuple[list[Any], str]:
-            answer = _list_of(
-                self._run(
-                    connection, HEARTBEAT, (), deadline,
-                    self._prefix, number, identity.record, int(was_full), secrets.token_hex(8),
-                ),
-                2,
-            )  # fmt: skip
-            if connection.run_id is None:
-                connection.run_id = self._read_run_id(connection, deadline)
-            return answer, connection.run_id
+            answer = self._run(
+                connection,
+                HEARTBEAT,
+                (),
+                deadline,
+                self._prefix,
+                number,
+                identity.record,
+                secrets.token_hex(8),
+            )
+            return _list_of(answer, 2), self._run_id_of(connection, deadline)
 
         (state, sentinel), run_id = self._write(renew)
         if state == 0:
             self._note_server(sentinel, run_id)
+            if had_trouble:
+                self._probe_writes()
         else:
             # Expired, or fenced by another incarnation: back in under this epoch, maybe with another number.
             with self._lock:
@@ -196,8 +199,10 @@ class RedisIndex:
             number = self._number
         last = {(a.namespace, a.chunk): a.bitmap for a in announcements}
         pending = list(last.items())
-        while pending:
-            batch, pending = pending[:ANNOUNCEMENTS_PER_CALL], pending[ANNOUNCEMENTS_PER_CALL:]
+        # Withdrawals first and apart: they free memory, and a full server refuses what comes with an announcement.
+        pending.sort(key=lambda item: item[1] != 0)
+        num_withdrawn = sum(not bitmap for _, bitmap in pending)
+        for batch in (*_batches(pending[:num_withdrawn]), *_batches(pending[num_withdrawn:])):
             self._announce_batch(identity, number, batch)
 
     # Readers
@@ -248,13 +253,18 @@ class RedisIndex:
     def _join(self, identity: _Identity, *, may_replace: bool) -> int:
         def join(connection: Connection, deadline: Deadline) -> tuple[list[Any], str]:
             answer = self._run(
-                connection, JOIN, (), deadline,
-                self._prefix, identity.name, self._number, identity.record,
-                int(may_replace and bool(identity.address)), secrets.token_hex(8),
-            )  # fmt: skip
-            if connection.run_id is None:
-                connection.run_id = self._read_run_id(connection, deadline)
-            return _list_of(answer, 2), connection.run_id
+                connection,
+                JOIN,
+                (),
+                deadline,
+                self._prefix,
+                identity.name,
+                self._number,
+                identity.record,
+                int(may_replace and bool(identity.address)),
+                secrets.token_hex(8),
+            )
+            return _list_of(answer, 2), self._run_id_of(connection, deadline)
 
         try:
             (number, text), run_id = self._write(join)
@@ -315,13 +325,14 @@ class RedisIndex:
         # Spread, so that agents which were started together don't announce together; half the TTL is left to do it.
         return self._clock() + self._entry_ttl_s * random.uniform(0.35, 0.5)
 
-    def _read_run_id(self, connection: Connection, deadline: Deadline) -> str:
-        text = connection.call(pack("INFO", "server"), deadline)
-        for line in bytes(text).splitlines() if isinstance(text, bytes) else ():
-            name, _, value = line.partition(b":")
-            if name == b"run_id":
-                return value.decode(errors="replace")
-        return ""
+    def _run_id_of(self, connection: Connection, deadline: Deadline) -> str:
+        """The server's run id, asked once a connection (it can't change on it); empty where there is none."""
+        if connection.run_id is None:
+            text = connection.call(pack("INFO", "server"), deadline)
+            lines = text.splitlines() if isinstance(text, bytes) else []
+            fields = dict(line.partition(b":")[::2] for line in lines)
+            connection.run_id = fields.get(b"run_id", b"").decode(errors="replace")
+        return connection.run_id
 
     # Announcing
 
@@ -477,6 +488,14 @@ class RedisIndex:
 
         return read
 
+    def _probe_writes(self) -> None:
+        """Write something: renewing a lease needs no memory and so works on a full server, which this finds out."""
+        probe = pack("SET", f"{self._prefix}probe", "1", "PX", 1)
+        try:
+            self._write(lambda connection, deadline: connection.call(probe, deadline))
+        except IndexUnavailable:
+            pass  # status says so; the lease was renewed
+
     def _probe_lookups(self) -> None:
         """One cheap read on the lookups' side, so that status heals without lookups."""
         try:
@@ -575,6 +594,11 @@ class RedisIndex:
         with self._lock:
             for name, number in counts.items():
                 self._counts[name] += number
+
+
+def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    for at in range(0, len(items), ANNOUNCEMENTS_PER_CALL):
+        yield items[at : at + ANNOUNCEMENTS_PER_CALL]
 
 
 def _node_keys(first: int, last: int) -> list[str]:

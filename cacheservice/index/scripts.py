@@ -128,7 +128,7 @@ HEARTBEAT = Script(
         _READ
         + _SENTINEL
         + f"""
-local prefix, number, record, rewrite, proposal = ARGV[1], ARGV[2], ARGV[3], ARGV[4] == '1', ARGV[5]
+local prefix, number, record, proposal = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local key = prefix .. 'node:' .. number
 local found = epoch_of(get(key))
 if not found then return {{1, ''}} end
@@ -141,13 +141,11 @@ redis.call('EXPIRE', prefix .. 'number:' .. namesake, {NAME_TTL_S})
 if count(get(prefix .. 'top')) < tonumber(number) then
   redis.call('SET', prefix .. 'top', number)
 end
--- Renewing needs no memory, so it works on a full server; writing shows whether it is still full.
-if rewrite then redis.call('SET', key, record, 'PX', {NODE_TTL_MS}) end
 return {{0, sentinel(prefix, proposal)}}
 """
     ).encode()
 )
-"""ARGV: prefix, number, node record, rewrite (1/0), proposed sentinel. -> {0 renewed | 1 expired | 2 another epoch,
+"""ARGV: prefix, number, node record, proposed sentinel. -> {0 renewed | 1 expired | 2 another epoch,
 sentinel}."""
 
 LEAVE = Script(

@@ -71,14 +71,30 @@ def not_connected(location: RedisLocation, error: OSError | ValueError) -> Redis
     )
 
 
-def unreadable_file(location: RedisLocation, error: Exception) -> RedisTrouble:
-    """A password or TLS file can't be read."""
-    said = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
-    name = getattr(error, "filename", None) or location.password_file or location.tls
+def unreadable_password(
+    location: RedisLocation, error: OSError | UnicodeDecodeError
+) -> RedisTrouble:
+    """The password file can't be read."""
+    said = (error.strerror or str(error)) if isinstance(error, OSError) else "no UTF-8 text"
     return RedisTrouble(
         IndexHealth.REFUSING,
-        f"a file needed for Redis at {location.label} can't be read ({name}: {said}): create it or correct its path; "
-        "it is read again at each connect",
+        f"the password file {location.password_file} for Redis at {location.label} can't be read ({said}): create it "
+        "or correct its path; it is read again at each connect",
+    )
+
+
+def unreadable_certificates(location: RedisLocation, error: OSError) -> RedisTrouble:
+    """A TLS file is missing or no PEM of its kind."""
+    tls = location.tls
+    files = (
+        ""
+        if tls is None
+        else ", ".join(str(path) for path in (tls.ca, tls.cert, tls.key) if path is not None)
+    )
+    return RedisTrouble(
+        IndexHealth.REFUSING,
+        f"the TLS files for Redis at {location.label} can't be used ({files}: {error.strerror or error}): they must be "
+        "readable PEM, the key that of the certificate; they are read again at each connect",
     )
 
 

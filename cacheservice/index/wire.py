@@ -10,6 +10,7 @@ Called by `pool.py` (connecting) and `redis_index.py` (calls). A connection belo
 from __future__ import annotations
 
 import socket
+import ssl
 import time
 from typing import Any, Protocol
 
@@ -95,6 +96,11 @@ class Connection:
             replies = [self._receive(deadline) for _ in range(num_replies)]
         except TimeoutError:
             raise trouble.timed_out(self._location, deadline.span_s, "answer") from None
+        except ssl.SSLEOFError as error:
+            raise trouble.lost(self._location, "closed by the server") from error
+        except ssl.SSLError as error:
+            # With TLS 1.3 a server refuses a client's certificate only now.
+            raise trouble.not_connected(self._location, error) from error
         except (OSError, _NotRedis) as error:
             raise trouble.lost(self._location, str(error) or type(error).__name__) from error
         for reply in replies:
@@ -135,9 +141,12 @@ def connect(location: RedisLocation, key_prefix: str, deadline: Deadline) -> Con
     """
     try:
         password = location.read_password()
-        context = location.tls.build_context() if location.tls is not None else None
     except (OSError, UnicodeDecodeError) as error:
-        raise trouble.unreadable_file(location, error) from error
+        raise trouble.unreadable_password(location, error) from error
+    try:
+        context = location.tls.build_context() if location.tls is not None else None
+    except OSError as error:
+        raise trouble.unreadable_certificates(location, error) from error
     try:
         if location.path:
             opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
