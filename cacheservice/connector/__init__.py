@@ -1,0 +1,19 @@
+"""The vLLM connector: `--kv-transfer-config '{"kv_connector": "LarderConnector", "kv_connector_module_path": "cacheservice.connector", …}'`.
+
+Everything that Larder imports from vLLM and torch is in this package. Importing it opens no channel, starts no thread and
+does not even import vLLM: the class is loaded when it is first asked for, because engines fork after they load plugins.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["LarderConnector"]  # noqa: F822 - see __getattr__
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LarderConnector":
+        from cacheservice.connector.connector import LarderConnector
+
+        return LarderConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,279 @@
+"""The namespace of an engine: everything that must be equal for its bytes to be interchangeable, as one digest.
+
+Each rank describes what it has (`RankFacts`, made where the pages are registered); the scheduler half merges the ranks and
+adds what only it knows. The facts are canonical: sizes over all heads and layers of all ranks, so that engines with other
+tensor parallel sizes have the same digest. Nothing here needs an agent. Design, sections 6 and 7.
+
+Called by: worker.py (`describe_rank`), scheduler.py (`plan_namespace`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+from cacheservice.connector.checks import HASH_ALGORITHM, kind_of_group
+from cacheservice.connector.pages import GroupPages
+from cacheservice.core.keys import NamespaceDigest
+from cacheservice.core.layout import (
+    GroupKind, GroupShape, GroupSpec, NamespaceSpec, build_namespace, choose_tokens_per_chunk, num_shards_of,
+)  # fmt: skip
+from cacheservice.errors import RefusedError
+
+SCHEMA_VERSION = 1
+PROBE_TOKENS = tuple(range(1, 17))
+PROBE_EXTRA_KEYS = (("lora", "probe", "path"), ("mm", "probe", 3), ("cache_salt", "probe"))
+MAX_SHARD_BYTES = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """One group as one rank sees it."""
+
+    kind: GroupKind
+    block_tokens: int
+    kernel_block_tokens: int
+    layers: tuple[str, ...]
+    block_bytes: int
+    """Payload of one block over this rank's layers and heads."""
+    num_heads: int
+    """Heads of this rank; 1 for MLA."""
+    is_head_major: bool
+    details: tuple[tuple[str, str], ...]
+    """Fields of vLLM's spec that change the meaning of bytes and not their number, as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What one rank has. Travels to the scheduler half, so plain values only."""
+
+    tp_rank: int
+    pp_rank: int
+    layout: str
+    backend: str
+    isa: str
+    groups: tuple[RankGroup, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NamespacePlan:
+    """A namespace, and how its shards map to groups. Safe to pickle."""
+
+    spec: NamespaceSpec
+    groups: tuple[GroupSpec, ...]
+
+    @property
+    def digest(self) -> NamespaceDigest:
+        """Digest of the namespace."""
+        return self.spec.digest
+
+    @property
+    def tokens_per_chunk(self) -> int:
+        """Tokens of one chunk."""
+        return self.spec.tokens_per_chunk
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the scheduler half knows of its engine."""
+
+    facts: Mapping[str, Any]
+    """JSON values: model, dtypes, hashes, salt."""
+    num_kv_heads: int
+    """Of the model, over all ranks."""
+    hash_block_tokens: int
+    tensor_parallel_size: int
+    tensor_parallel_sizes: tuple[int, ...]
+    tokens_per_chunk: int | None
+    """What the user asked for; None = automatic."""
+
+
+def describe_engine(
+    vllm_config: Any, kv_cache_config: Any, *, salt: str, tensor_parallel_sizes: Sequence[int] | None,
+    tokens_per_chunk: int | None,
+) -> EngineFacts:  # fmt: skip
+    """Collect what the scheduler half knows. Reads samples of the weight files: seconds for a large model."""
+    from cacheservice.connector.model_identity import identify_model
+
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    facts = {
+        "schema": SCHEMA_VERSION,
+        "model": identify_model(model, vllm_config.load_config),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "hash": hash_facts(),
+        "hash_block_tokens": kv_cache_config.hash_block_size,
+        "salt": salt,
+    }
+    own = parallel.tensor_parallel_size
+    return EngineFacts(
+        facts=facts,
+        num_kv_heads=model.get_total_num_kv_heads(),
+        hash_block_tokens=kv_cache_config.hash_block_size,
+        tensor_parallel_size=own,
+        tensor_parallel_sizes=tuple(tensor_parallel_sizes or (own,)),
+        tokens_per_chunk=tokens_per_chunk,
+    )
+
+
+def hash_facts() -> dict[str, str]:
+    """How vLLM hashes blocks in this process: algorithm, seed value, and a probe that notices any change of the input.
+
+    The seed value is computed as vLLM 0.32 does in v1/core/kv_cache_utils.py `init_none_hash`, which runs later than this.
+    """
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, resolve_none_hash_seed
+
+    function = get_hash_fn_by_name(HASH_ALGORITHM)
+    none_hash = function(resolve_none_hash_seed(function))
+    probe = hash_block_tokens(function, BlockHash(none_hash), PROBE_TOKENS, PROBE_EXTRA_KEYS)
+    return {"algorithm": HASH_ALGORITHM, "none_hash": none_hash.hex(), "probe": bytes(probe).hex()}
+
+
+def describe_rank(
+    kv_cache_config: Any, pages: Sequence[GroupPages], *, tp_rank: int, pp_rank: int, backend: str, isa: str
+) -> RankFacts:
+    """Describe what this rank registered; `pages[g]` is the page plan of group g."""
+    groups = []
+    for number, (group, plan) in enumerate(zip(kv_cache_config.kv_cache_groups, pages, strict=True)):
+        spec = group.kv_cache_spec
+        kernel_blocks = {layer.kernel_blocks for layer in plan.layers}
+        if len(kernel_blocks) != 1:
+            raise RefusedError(f"KV cache group {number} has layers of different kernel block sizes, not cached here")
+        groups.append(
+            RankGroup(
+                kind=kind_of_group(spec, f"KV cache group {number}"),
+                block_tokens=spec.block_size,
+                kernel_block_tokens=spec.block_size // kernel_blocks.pop(),
+                layers=tuple(layer.name for layer in plan.layers),
+                block_bytes=plan.block_bytes,
+                num_heads=plan.num_heads,
+                is_head_major=plan.is_head_major,
+                details=_details(spec),
+            )
+        )
+    return RankFacts(tp_rank, pp_rank, str(kv_cache_config.kv_cache_layout), backend, isa, tuple(groups))
+
+
+def layers_in_order(names: Sequence[str]) -> list[str]:
+    """Canonical order of layers: by the numbers in their names, then by name."""
+    return sorted(names, key=lambda name: ([int(n) for n in re.findall(r"\d+", name)], name))
+
+
+def plan_namespace(engine: EngineFacts, ranks: Sequence[RankFacts], *, generation: str = "") -> NamespacePlan:
+    """Merge the ranks into one namespace. `generation` is not empty after this engine's cache was reset.
+
+    Raises RefusedError when ranks disagree or the sizes can't share a cache.
+    """
+    if not ranks:
+        raise RefusedError("no rank described its KV cache")
+    first = ranks[0]
+    for rank in ranks[1:]:
+        differ = [n for n in ("layout", "backend", "isa") if getattr(rank, n) != getattr(first, n)]
+        if differ or len(rank.groups) != len(first.groups):
+            raise RefusedError(f"ranks disagree about {', '.join(differ) or 'the number of groups'}; cache refused")
+    specs, described = [], []
+    for number in range(len(first.groups)):
+        spec, facts = _merge_group(engine, number, [rank.groups[number] for rank in ranks], ranks)
+        specs.append(spec)
+        described.append(facts)
+    tokens_per_chunk = _chunk_size(engine, specs)
+    shapes = [GroupShape(s.kind.value, s.num_shards, s.shard_bytes(tokens_per_chunk)) for s in specs]
+    for number, shape in enumerate(shapes):
+        if not 0 < shape.shard_bytes <= MAX_SHARD_BYTES:
+            raise RefusedError(
+                f"a shard of group {number} would have {shape.shard_bytes} bytes: set a smaller tokens_per_chunk than "
+                f"{tokens_per_chunk} in kv_connector_extra_config"
+            )
+    facts = {
+        **engine.facts,
+        "layout": first.layout,
+        "backend": first.backend,
+        "isa": first.isa,
+        "groups": described,
+        "generation": generation,
+    }
+    return NamespacePlan(build_namespace(facts, tokens_per_chunk=tokens_per_chunk, groups=shapes), tuple(specs))
+
+
+def _merge_group(
+    engine: EngineFacts, number: int, parts: Sequence[RankGroup], ranks: Sequence[RankFacts]
+) -> tuple[GroupSpec, dict[str, Any]]:
+    first = parts[0]
+    for part in parts[1:]:
+        for name in ("kind", "block_tokens", "kernel_block_tokens", "num_heads", "is_head_major", "details"):
+            if getattr(part, name) != getattr(first, name):
+                raise RefusedError(f"ranks disagree about {name} of KV cache group {number}; cache refused")
+    by_stage = {rank.pp_rank: part for rank, part in zip(ranks, parts, strict=True)}
+    layers = layers_in_order([name for part in by_stage.values() for name in part.layers])
+    stage_bytes = sum(part.block_bytes for part in by_stage.values())
+    if first.kind is GroupKind.MLA:
+        heads, num_shards, bytes_per_block = 1, 1, stage_bytes
+    else:
+        heads = engine.num_kv_heads
+        expected = max(1, heads // engine.tensor_parallel_size)
+        if first.num_heads != expected:
+            raise RefusedError(
+                f"KV cache group {number} has {first.num_heads} heads per rank where the model's {heads} heads over "
+                f"{engine.tensor_parallel_size} ranks give {expected}; this model is not supported"
+            )
+        shards = num_shards_of(heads, engine.tensor_parallel_sizes)
+        if shards is None:
+            raise RefusedError(
+                f"tensor_parallel_sizes={list(engine.tensor_parallel_sizes)} cut {heads} KV heads into parts that don't "
+                "divide each other: give sizes of which each divides the number of heads"
+            )
+        num_shards = shards
+        if num_shards != heads // first.num_heads and not first.is_head_major:
+            raise RefusedError(
+                "engines of several tensor parallel sizes need contiguous heads: set VLLM_KV_CACHE_LAYOUT=LBHNC (or HND)"
+            )
+        bytes_per_block = stage_bytes // first.num_heads * heads
+    spec = GroupSpec(
+        kind=first.kind, block_tokens=first.block_tokens, num_layers=len(layers), bytes_per_block=bytes_per_block,
+        num_shards=num_shards,
+    )  # fmt: skip
+    facts = {
+        "kind": first.kind.value,
+        "block_tokens": first.block_tokens,
+        "kernel_block_tokens": first.kernel_block_tokens,
+        "layers": layers,
+        "heads": heads,
+        "bytes_per_token": bytes_per_block / first.block_tokens,
+        "details": dict(first.details),
+    }
+    return spec, facts
+
+
+def _chunk_size(engine: EngineFacts, groups: Sequence[GroupSpec]) -> int:
+    unit = lcm(engine.hash_block_tokens, *(g.block_tokens for g in groups))
+    wanted = engine.tokens_per_chunk
+    if wanted is None:
+        chosen = choose_tokens_per_chunk(groups)
+        return chosen if chosen % unit == 0 else unit * -(-chosen // unit)
+    if wanted % unit:
+        raise RefusedError(
+            f"tokens_per_chunk={wanted} is no multiple of {unit}, the least common multiple of this model's block sizes: "
+            f"set it to {unit * max(1, round(wanted / unit))}, or leave it out"
+        )
+    return wanted
+
+
+def _details(spec: Any) -> tuple[tuple[str, str], ...]:
+    """Spec fields that say how to read the bytes; per layer where a group has several kinds of layers."""
+    from vllm.v1.kv_cache_interface import iter_layer_specs
+
+    names = (
+        "head_size", "head_size_v", "dtype", "kv_quant_mode", "sliding_window", "attention_chunk_size", "cache_dtype_str",
+        "cache_role", "model_version", "state_content_bytes",
+    )  # fmt: skip
+    seen: dict[str, set[str]] = {}
+    for layer in iter_layer_specs(spec):
+        for name in names:
+            value = getattr(layer, name, None)
+            seen.setdefault(name, set()).add(str(value))
+    return tuple((name, "|".join(sorted(values))) for name, values in sorted(seen.items()))

@@ -1,0 +1,173 @@
+"""Where the bytes of a shard lie in the engine's KV cache, and copying them page run by page run.
+
+A shard is the concatenation, block by block and within a block layer by layer, of the runs that its head range covers:
+one run is the whole page where the rank holds exactly the heads of the shard, else the part of its heads in each kernel
+block. Padding is never touched. Built once in `register_kv_caches`; read by worker threads, immutable.
+
+This is the one module that touches page memory: a copier for CUDA takes the place of `PageRuns` and nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cacheservice.errors import RefusedError
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """The pages of one layer: `page(b) = address + b * block_stride`, `page_bytes` long without padding."""
+
+    name: str
+    address: int
+    block_stride: int
+    page_bytes: int
+    kernel_blocks: int
+    """How many equal, dense parts a page is made of, each with all heads; 1 unless the backend uses smaller blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPages:
+    """The pages of one group of this rank, layers in canonical order."""
+
+    layers: tuple[LayerPages, ...]
+    num_heads: int
+    """Heads of this rank; 1 for MLA."""
+    is_head_major: bool
+    """Heads are contiguous within a (kernel) block, so that a head range is one run."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Payload of one block over all layers of this rank."""
+        return sum(layer.page_bytes for layer in self.layers)
+
+
+def group_pages(layers: Sequence[tuple[str, Any]], *, num_blocks: int, num_heads: int) -> GroupPages:
+    """Read the page plan off the registered views.
+
+    Each view is `[num_blocks * kernel_blocks, heads, tokens, content]` (vLLM 0.32, v1/kv_cache_interface.py
+    `create_kv_cache_views`). Raises RefusedError when the bytes of a page are not one run.
+    """
+    made = []
+    is_head_major = True
+    for name, view in layers:
+        item = view.element_size()
+        if view.dim() != 4 or view.shape[0] % num_blocks:
+            raise RefusedError(
+                f"layer {name}: the KV cache has shape {tuple(view.shape)}, expected [blocks, heads, tokens, content]"
+            )
+        kernel_blocks = view.shape[0] // num_blocks
+        _, heads, tokens, content = view.shape
+        strides = view.stride()
+        payload = heads * tokens * content
+        reach = sum((size - 1) * stride for size, stride in zip(view.shape[1:], strides[1:], strict=True)) + 1
+        if reach != payload or (kernel_blocks > 1 and strides[0] != payload):
+            raise RefusedError(
+                f"layer {name}: a page is not one run of bytes (shape {tuple(view.shape)}, strides {tuple(strides)}); "
+                "set VLLM_KV_CACHE_LAYOUT=LBHNC (or HND)"
+            )
+        if heads > 1 and strides[1] < strides[2]:
+            is_head_major = False
+        made.append(
+            LayerPages(
+                name=name,
+                address=view.data_ptr(),
+                block_stride=strides[0] * kernel_blocks * item,
+                page_bytes=payload * kernel_blocks * item,
+                kernel_blocks=kernel_blocks,
+            )
+        )
+    return GroupPages(tuple(made), num_heads, is_head_major)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run of a page: `length` bytes at `address + block * block_stride`."""
+
+    address: int
+    block_stride: int
+    length: int
+
+
+class ShardLayout:
+    """Runs of one block of one shard, ready to be walked: which bytes of the shard are where, relative to a block."""
+
+    __slots__ = ("block_bytes", "runs", "starts")
+
+    def __init__(self, pages: GroupPages, *, first_head: int, num_heads: int) -> None:
+        """Cover heads [first_head, first_head + num_heads) of this rank's own. Raises RefusedError when not head-major."""
+        whole = num_heads == pages.num_heads
+        if not whole and not pages.is_head_major:
+            raise RefusedError(
+                "engines of other tensor parallel sizes need contiguous heads: set VLLM_KV_CACHE_LAYOUT=LBHNC (or HND)"
+            )
+        runs: list[_Run] = []
+        for layer in pages.layers:
+            if whole:
+                runs.append(_Run(layer.address, layer.block_stride, layer.page_bytes))
+                continue
+            part_bytes = layer.page_bytes // layer.kernel_blocks
+            head_bytes = part_bytes // pages.num_heads
+            for part in range(layer.kernel_blocks):
+                offset = part * part_bytes + first_head * head_bytes
+                runs.append(_Run(layer.address + offset, layer.block_stride, num_heads * head_bytes))
+        self.runs = tuple(runs)
+        starts = [0]
+        for run in runs:
+            starts.append(starts[-1] + run.length)
+        self.starts = tuple(starts)
+        self.block_bytes = starts[-1]
+
+
+class PageRuns:
+    """A shard's bytes in the KV cache, as source and as sink of the client.
+
+    `blocks[i]` is the block that holds bytes `[first_byte + i * block_bytes, …)` of the shard; bytes outside of the given
+    blocks must not be asked for. The caller guarantees that these blocks stay its own until the copy is done: pinned for a
+    save, allocated to a waiting request for a load. Thread-safe, since it has no state of its own.
+    """
+
+    __slots__ = ("_blocks", "_first_byte", "_layout")
+
+    def __init__(self, layout: ShardLayout, blocks: Sequence[int], *, first_byte: int = 0) -> None:
+        self._layout = layout
+        self._blocks = blocks
+        self._first_byte = first_byte
+
+    def gather(self, start: int, stop: int, destination: int) -> None:
+        """Copy bytes [start, stop) of the shard from the pages to `destination`."""
+        for page, at, length in self._walk(start, stop):
+            ctypes.memmove(destination + at, page, length)
+
+    def scatter(self, start: int, stop: int, source: int) -> None:
+        """Copy bytes [start, stop) of the shard from `source` into the pages."""
+        for page, at, length in self._walk(start, stop):
+            ctypes.memmove(page, source + at, length)
+
+    def _walk(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(address in the page, offset from `start`, length) of every run part in [start, stop), in shard order."""
+        layout, blocks = self._layout, self._blocks
+        position = start - self._first_byte
+        end = stop - self._first_byte
+        if position < 0 or end > len(blocks) * layout.block_bytes:
+            raise IndexError(f"bytes [{start}, {stop}) are outside of the {len(blocks)} blocks of this copy")
+        parts: list[tuple[int, int, int]] = []
+        at = 0
+        while position < end:
+            number, within = divmod(position, layout.block_bytes)
+            block = blocks[number]
+            for run, run_start, run_stop in zip(layout.runs, layout.starts, layout.starts[1:], strict=False):
+                if run_stop <= within:
+                    continue
+                skip = within - run_start
+                length = min(run.length - skip, end - position)
+                parts.append((run.address + block * run.block_stride + skip, at, length))
+                at += length
+                position += length
+                within += length
+                if position >= end:
+                    break
+        return parts

@@ -1,0 +1,239 @@
+"""What the scheduler half knows of one request, and what it decides from it. Pure: no clock, no thread, no vLLM.
+
+Invariants. Only presence is remembered, never an answer: vLLM asks again and again with another number of computed tokens,
+and a remembered answer makes it load wrong ranges silently (reference/vllm-connector.md, section 2.2). Every question ends
+within a deadline. A chunk that failed to load is not offered to the same request again. A state is made when the request
+arrives and dropped when it finishes.
+
+Called by: scheduler.py, in the engine's scheduling thread only.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cacheservice.connector.hand_over import HandOver
+from cacheservice.core.keys import ChunkKey
+from cacheservice.core.layout import GroupSpec
+from cacheservice.core.outcomes import Presence, Reason
+from cacheservice.core.prefix import hit_tokens
+
+READY = frozenset({Presence.READY_HERE, Presence.READY_ELSEWHERE})
+READY_OR_PENDING = READY | {Presence.PENDING}
+PRESENCE_MAX_AGE_S = 2.0
+RETRY_AFTER_FAILURE_S = 2.0
+WAIT_POLL_S = 0.02
+MAX_LOOKUP_KEYS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The deadlines that decisions need, in seconds."""
+
+    lookup_s: float
+    pending_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPresence:
+    """What the agent said of the first chunks of a request."""
+
+    codes: bytes
+    """One Presence per chunk and group, chunk by chunk."""
+    seen_at: float
+    epoch: int
+    lease_id: int
+
+
+@dataclass(slots=True)
+class OpenLookup:
+    """A lookup on its way."""
+
+    started_at: float
+    deadline_at: float
+    waits: bool
+    """It waits at the agent for chunks that are being stored."""
+
+
+class Move(enum.Enum):
+    """What is to be done for a question of vLLM."""
+
+    ANSWER = enum.auto()
+    """Tell vLLM the number of tokens."""
+    WAIT = enum.auto()
+    """Tell vLLM to ask again in the next step."""
+    LOOK_UP = enum.auto()
+    """Start a lookup, then decide again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is to be done, and how the question would end if it ended now."""
+
+    move: Move
+    reason: Reason
+    tokens: int = 0
+    """For ANSWER: how many tokens beyond the computed ones can be loaded."""
+    wait_chunks: int = 0
+    """For LOOK_UP: wait at the agent for the first so many chunks; 0 = don't wait."""
+    wait_s: float = 0.0
+    is_hand_over: bool = False
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request. Times are of one monotonic clock."""
+
+    request_id: str
+    arrived_at: float
+    keys: list[ChunkKey] = field(default_factory=list)
+    num_tokens: int = 0
+    num_preemptions: int = 0
+    hand_over: HandOver | None = None
+    known: KnownPresence | None = None
+    lookup: OpenLookup | None = None
+    failed_at: float | None = None
+    """When a lookup last failed; no other is tried for a while."""
+    failure: Reason = Reason.ABSENT
+    pending_since: float | None = None
+    last_wait_at: float | None = None
+    banned_from: int | None = None
+    """Chunks from this number on are not offered to this request again."""
+    may_refresh: bool = True
+    """A chunk that was gone at acquire is looked up once more before it is banned."""
+    asked_at: float | None = None
+    """Start of the question that is open; None when the last one ended."""
+    computed_tokens: int = 0
+    """What vLLM had computed when it asked last."""
+    offered: int = 0
+    """The last answer: what update_state_after_alloc may authorise."""
+    reason: Reason = Reason.ABSENT
+    load_id: int | None = None
+    next_save: int = 0
+    """Chunks before this one are saved, were known to be there, or can't be saved."""
+    saves_forbidden: bool = False
+
+    def see_tokens(self, keys: Sequence[ChunkKey], num_tokens: int, num_preemptions: int) -> None:
+        """Note how long the request is now. More chunks, or a preemption, make what was known outdated."""
+        if num_preemptions != self.num_preemptions or len(keys) > len(self.keys):
+            self.forget_presence()
+            self.keys = list(keys)
+            self.num_preemptions = num_preemptions
+        self.num_tokens = num_tokens
+
+    def forget_presence(self) -> None:
+        """What the agent said does not count any more. The lease, if any, is kept to be superseded."""
+        if self.known is not None:
+            self.known = KnownPresence(b"", float("-inf"), self.known.epoch, self.known.lease_id)
+        self.failed_at = None
+
+    def take_lease(self) -> int:
+        """The lease that goes to a load, or is to be given back; 0 for none. It is not this state's any more."""
+        if self.known is None or not self.known.lease_id:
+            return 0
+        lease_id = self.known.lease_id
+        self.known = KnownPresence(self.known.codes, self.known.seen_at, self.known.epoch, 0)
+        return lease_id
+
+    def see_answer(self, answer: KnownPresence) -> None:
+        """A lookup was answered."""
+        self.lookup = None
+        self.known = answer
+        self.failed_at = None
+
+    def see_failure(self, reason: Reason, now: float) -> None:
+        """A lookup ended without an answer, or was given up."""
+        self.failed_at = now
+        self.failure = reason
+
+    def see_failed_load(self, first_failed_chunk: int, reason: Reason) -> None:
+        """A load failed from this chunk on. Something gone at acquire gets one more try with fresh presence."""
+        self.forget_presence()
+        if reason is Reason.EVICTED and self.may_refresh:
+            self.may_refresh = False
+            return
+        if self.banned_from is None or first_failed_chunk < self.banned_from:
+            self.banned_from = first_failed_chunk
+
+    def presence_of(self, chunk: int, num_groups: int) -> bytes | None:
+        """What was last said of this chunk, per group; None when nothing was."""
+        if self.known is None or (chunk + 1) * num_groups > len(self.known.codes):
+            return None
+        return self.known.codes[chunk * num_groups : (chunk + 1) * num_groups]
+
+
+def decide(
+    state: RequestState, groups: Sequence[GroupSpec], tokens_per_chunk: int, limits: Limits, now: float
+) -> Decision:
+    """What to tell vLLM, which has `state.computed_tokens` of `state.num_tokens` tokens computed now."""
+    computed = state.computed_tokens
+    num_chunks = min(len(state.keys), MAX_LOOKUP_KEYS)
+    if not num_chunks:
+        return Decision(Move.ANSWER, Reason.TOO_SHORT)
+    if computed >= num_chunks * tokens_per_chunk:
+        return Decision(Move.ANSWER, Reason.LOCAL)
+    if state.banned_from is not None and computed >= state.banned_from * tokens_per_chunk:
+        return Decision(Move.ANSWER, Reason.BANNED)
+
+    def hit(there: frozenset[Presence], codes: bytes) -> int:
+        return hit_tokens(
+            groups, codes, there=there, tokens_per_chunk=tokens_per_chunk, computed_tokens=computed,
+            num_tokens=state.num_tokens, max_chunks=state.banned_from,
+        )  # fmt: skip
+
+    is_fresh = state.known is not None and now - state.known.seen_at <= PRESENCE_MAX_AGE_S
+    if state.lookup is not None and now < state.lookup.deadline_at:
+        return Decision(Move.WAIT, Reason.DEADLINE)
+    if state.lookup is not None:
+        # It is late. Go on with what an earlier one said, if that is not too old; take this one's answer if it comes.
+        reason = Reason.PENDING_TIMED_OUT if state.lookup.waits else Reason.DEADLINE
+        end = hit(READY, state.known.codes) if is_fresh and state.known is not None else 0
+        return _answer(end, computed, reason)
+    if not is_fresh:
+        if state.failed_at is not None and now - state.failed_at < RETRY_AFTER_FAILURE_S:
+            return Decision(Move.ANSWER, state.failure)
+        return Decision(Move.LOOK_UP, Reason.DEADLINE)
+
+    assert state.known is not None
+    end = hit(READY, state.known.codes)
+    wait_chunks, wait_until, is_hand_over = _worth_waiting_for(
+        state, end, hit(READY_OR_PENDING, state.known.codes), len(groups), tokens_per_chunk, limits, now
+    )
+    if not wait_chunks:
+        return _answer(end, computed, Reason.ABSENT)
+    if now >= wait_until:
+        return _answer(end, computed, Reason.PENDING_TIMED_OUT)
+    if state.last_wait_at is not None and now - state.last_wait_at < WAIT_POLL_S:
+        return Decision(Move.WAIT, Reason.PENDING_TIMED_OUT)
+    return Decision(
+        Move.LOOK_UP, Reason.PENDING_TIMED_OUT, wait_chunks=wait_chunks, wait_s=wait_until - now, is_hand_over=is_hand_over
+    )
+
+
+def _answer(end: int, computed: int, otherwise: Reason) -> Decision:
+    tokens = max(0, end - computed)
+    return Decision(Move.ANSWER, Reason.HIT if tokens else otherwise, tokens)
+
+
+def _worth_waiting_for(
+    state: RequestState, end: int, end_with_pending: int, num_groups: int, tokens_per_chunk: int, limits: Limits, now: float
+) -> tuple[int, float, bool]:
+    """(number of first chunks to wait for or 0, until when, whether a hand-over promised them)."""
+    limit = len(state.keys) if state.banned_from is None else min(len(state.keys), state.banned_from)
+    if state.hand_over is not None:
+        promised = min(state.hand_over.num_chunks, limit, MAX_LOOKUP_KEYS)
+        codes = state.known.codes if state.known is not None else b""
+        if promised * tokens_per_chunk > max(end, state.computed_tokens) and any(
+            code not in READY
+            for code in codes[state.computed_tokens // tokens_per_chunk * num_groups : promised * num_groups]
+        ):
+            until = state.arrived_at + state.hand_over.wait_s
+            if now < until or end_with_pending <= max(end, state.computed_tokens):
+                return promised, until, True
+    if end_with_pending > max(end, state.computed_tokens):
+        if state.pending_since is None:
+            state.pending_since = now
+        return end_with_pending // tokens_per_chunk, state.pending_since + limits.pending_s, False
+    return 0, 0.0, False

@@ -1,0 +1,532 @@
+"""The scheduler half: asks what is there, plans loads and saves, keeps blocks pinned while they are read.
+
+Invariants. No call blocks longer than 1 ms a step. Nothing here raises for anything that the agent does; what vLLM passes
+is the truth and is never asserted on. Every question, load and save ends, and is counted under one Reason. All pins are
+released when all ranks reported. What is decided is in requests.py; this file connects it to vLLM and to the client.
+
+Called by: connector.py, in the engine's scheduling thread. Owns its client and the lookup threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cacheservice.client.values import LookupWait
+from cacheservice.connector.config import ConnectorConfig
+from cacheservice.connector.hand_over import HandOver, has_foreign_hand_over, read_hand_over, write_hand_over
+from cacheservice.connector.lookups import LookupHandle, LookupQuestion, Lookups, wait_for
+from cacheservice.connector.metadata import LarderMetadata, LarderWorkerMetadata, LoadJob, SaveChunk, SaveJob
+from cacheservice.connector.namespace import EngineFacts, NamespacePlan, RankFacts, plan_namespace
+from cacheservice.connector.pins import Pins
+from cacheservice.connector.requests import (
+    MAX_LOOKUP_KEYS, READY_OR_PENDING, Decision, KnownPresence, Limits, Move, OpenLookup, RequestState, decide,
+)  # fmt: skip
+from cacheservice.connector.stats import LarderStats, StatsRecorder
+from cacheservice.core.keys import ChunkKey, chunk_keys_of, short_hex
+from cacheservice.core.outcomes import Outcome, OutcomeKind, Reason
+from cacheservice.errors import RefusedError
+
+logger = logging.getLogger(__name__)
+
+STEP_WAIT_S = 0.001
+"""How long one engine step may wait for lookups in flight, all requests together."""
+WAIT_SLACK_S = 0.1
+MAX_CHUNKS_PER_SAVE = 64
+RECENT_SAVES = 16384
+RECENT_SAVE_S = 10.0
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """One request: vLLM's object, what we know, and what is on its way."""
+
+    request: Any
+    state: RequestState
+    handle: LookupHandle | None = None
+    is_skipped: bool = False
+    """It asked not to read the prefix cache, or is of a kind that can't."""
+    is_foreign: bool = False
+    """It came with a hand-over of another namespace."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenLoad:
+    """A load that not all ranks have reported."""
+
+    request_id: str
+    lease_id: int
+
+
+class SchedulerHalf:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        client: Any,
+        *,
+        num_ranks: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Own `client` (closed with this half). Nothing is started before the first plan."""
+        self._config = config
+        self._client = client
+        self._num_ranks = num_ranks
+        self._clock = clock
+        self._limits = Limits(lookup_s=config.deadlines.lookup_s, pending_s=config.deadlines.pending_s)
+        self._lookups = Lookups(client)
+        self._stats = StatsRecorder()
+        self._engine: EngineFacts | None = None
+        self._ranks: list[RankFacts] = []
+        self._plan: NamespacePlan | None = None
+        self._plan_is_news = False
+        self._pins: Pins | None = None
+        self._tracked: dict[str, _Tracked] = {}
+        self._new_loads: list[LoadJob] = []
+        self._open_loads: dict[int, _OpenLoad] = {}
+        self._open_saves: dict[int, SaveJob] = {}
+        self._recent: OrderedDict[ChunkKey, float] = OrderedDict()
+        self._recent_epoch: int | None = None
+        self._next_id = 1
+        self._wait_budget_s = STEP_WAIT_S
+        self._warned_down = False
+
+    # ------------------------------------------------------------------ start and namespace
+
+    def bind_block_pool(self, block_pool: Any) -> None:
+        """Take the pool whose blocks are pinned while they are saved."""
+        self._pins = Pins(block_pool)
+
+    def describe(self, engine: EngineFacts, ranks: Sequence[RankFacts]) -> NamespacePlan:
+        """Settle the namespace. Raises RefusedError when the ranks can't share one."""
+        self._engine, self._ranks = engine, list(ranks)
+        self._adopt(plan_namespace(engine, self._ranks))
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def plan(self) -> NamespacePlan | None:
+        """The namespace; None until the ranks described themselves."""
+        return self._plan
+
+    def reset_cache(self) -> bool:
+        """Forget the cache: from now on this engine has a namespace of its own, until it restarts."""
+        if self._engine is None:
+            return True
+        self._adopt(plan_namespace(self._engine, self._ranks, generation=secrets.token_hex(16)))
+        self._recent.clear()
+        self._stats.event("namespace_resets")
+        for tracked in self._tracked.values():
+            # Pages computed before the reset must not be stored after it.
+            tracked.state.saves_forbidden = True
+            self._drop_lookup(tracked)
+            if lease := tracked.state.take_lease():
+                self._client.release(lease)
+            tracked.state.forget_presence()
+        assert self._plan is not None
+        logger.warning(
+            "the cache was reset: this engine uses a private namespace until it restarts namespace=%s",
+            short_hex(self._plan.digest),
+        )
+        return True
+
+    def _adopt(self, plan: NamespacePlan) -> None:
+        self._plan, self._plan_is_news = plan, True
+        self._client.open_namespace(plan.spec)
+
+    # ------------------------------------------------------------------ requests
+
+    def on_new_request(self, request: Any) -> None:
+        """Start looking before vLLM asks."""
+        now = self._clock()
+        tracked = _Tracked(request, RequestState(request.request_id, arrived_at=now))
+        self._tracked[request.request_id] = tracked
+        # A streaming session changes its tokens under way.
+        tracked.is_skipped = bool(request.skip_reading_prefix_cache) or bool(getattr(request, "resumable", False))
+        tracked.state.saves_forbidden = bool(getattr(request, "resumable", False))
+        if self._plan is None:
+            return
+        params = getattr(request, "kv_transfer_params", None)
+        if has_foreign_hand_over(params):
+            hand_over = read_hand_over(params, longest_wait_s=self._config.deadlines.hand_over_s)
+            if hand_over is None or hand_over.namespace != self._plan.digest:
+                tracked.is_foreign = True
+                self._stats.event("foreign_hand_overs")
+                logger.debug("hand-over of another namespace ignored request=%s", request.request_id)
+            else:
+                tracked.state.hand_over = hand_over
+        if tracked.is_skipped or not self._client.state().connected:
+            return
+        self._see_tokens(tracked)
+        tracked.state.asked_at = now
+        if tracked.state.keys:
+            self._look_up(tracked, Decision(Move.LOOK_UP, Reason.DEADLINE), now)
+
+    def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """vLLM's question: how many tokens beyond `computed_tokens` can be loaded. None = ask again next step."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return 0, False
+        state = tracked.state
+        state.computed_tokens, state.offered = computed_tokens, 0
+        if self._plan is None or tracked.is_skipped:
+            state.reason = Reason.SKIPPED
+            return 0, False
+        now = self._clock()
+        if state.asked_at is None:
+            state.asked_at = now
+        self._see_tokens(tracked)
+        for _ in range(3):
+            self._wait_budget_s = wait_for(tracked.handle, self._wait_budget_s) if tracked.handle else self._wait_budget_s
+            self._take_answer(tracked)
+            if state.lookup is None and not self._client.state().connected:
+                state.reason = Reason.AGENT_DOWN
+                return 0, False
+            decision = decide(state, self._plan.groups, self._plan.tokens_per_chunk, self._limits, self._clock())
+            state.reason = decision.reason
+            if decision.move is Move.ANSWER:
+                state.offered = decision.tokens
+                return decision.tokens, decision.tokens > 0
+            if decision.move is Move.WAIT or not self._look_up(tracked, decision, self._clock()):
+                break
+        self._stats.event("none_answers")
+        return None, False
+
+    def after_alloc(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
+        """vLLM has allocated; load exactly so many tokens from the computed ones on, or nothing."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return
+        state = tracked.state
+        if num_external_tokens <= 0:
+            if state.load_id is None or state.asked_at is not None:
+                self._settle(tracked, Reason.LOCAL if state.reason is Reason.HIT else state.reason, 0)
+            return
+        assert self._plan is not None
+        tokens = self._plan.tokens_per_chunk
+        start, stop = state.computed_tokens, state.computed_tokens + num_external_tokens
+        first, last = start // tokens, -(-stop // tokens)
+        load_id = self._take_id()
+        lease_id = state.take_lease()
+        ids = tuple(
+            tuple(group_ids[start // group.block_tokens : -(-stop // group.block_tokens)])
+            for group, group_ids in zip(self._plan.groups, block_ids, strict=True)
+        )
+        self._new_loads.append(
+            LoadJob(
+                load_id=load_id,
+                request_id=request.request_id,
+                namespace=self._plan.digest,
+                epoch=state.known.epoch if state.known is not None else 0,
+                lookup_lease=lease_id,
+                start_token=start,
+                stop_token=stop,
+                first_chunk=first,
+                chunks=tuple(state.keys[first:last]),
+                block_ids=ids,
+            )
+        )
+        self._open_loads[load_id] = _OpenLoad(request.request_id, lease_id)
+        state.load_id = load_id
+        self._settle(tracked, Reason.HIT, num_external_tokens)
+
+    def request_finished(self, request: Any) -> dict[str, Any] | None:
+        """Drop what is known of the request; returns the hand-over for its answer."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return None
+        state = tracked.state
+        if state.asked_at is not None:
+            self._settle(tracked, Reason.CANCELLED, 0)
+        self._drop_lookup(tracked)
+        if lease := state.take_lease():
+            self._client.release(lease)
+        # A load that was authorised goes to the ranks even when its request was aborted before this step's metadata: vLLM
+        # frees the blocks of such a request only when its load is reported.
+        if self._plan is None or state.saves_forbidden:
+            return None
+        self._count_unsaved(tracked)
+        status = self._client.state()
+        if not status.connected or not state.next_save:
+            return None
+        return write_hand_over(
+            HandOver(
+                namespace=self._plan.digest,
+                node=status.node_number,
+                epoch=status.epoch or 0,
+                num_chunks=min(state.next_save, MAX_LOOKUP_KEYS),
+                wait_s=self._config.deadlines.hand_over_s,
+            )
+        )
+
+    def _count_unsaved(self, tracked: _Tracked) -> None:
+        """Count the chunks of a finished request that were computed here and never handed to the ranks."""
+        assert self._plan is not None
+        state, request, tokens = tracked.state, tracked.request, self._plan.tokens_per_chunk
+        complete = min(min(request.num_computed_tokens, request.num_tokens) // tokens, len(state.keys))
+        unsaved = sum(self._is_wanted(state, number) for number in range(state.next_save, complete))
+        if not unsaved:
+            return
+        reason = Reason.SHED if self._client.state().connected else Reason.AGENT_DOWN
+        self._stats.event("shed_chunks", unsaved)
+        self._stats.outcome(OutcomeKind.SAVE, reason, asked=unsaved * tokens, served=0, duration_s=0.0)
+        self._client.report(Outcome(OutcomeKind.SAVE, reason, state.request_id, unsaved * tokens, 0, 0))
+        logger.debug("chunks not saved request=%s chunks=%d reason=%s", state.request_id, unsaved, reason.label)
+
+    # ------------------------------------------------------------------ steps
+
+    def build_metadata(self, scheduler_output: Any) -> LarderMetadata:
+        """What the ranks shall do in this step."""
+        self._wait_budget_s = STEP_WAIT_S
+        metadata = LarderMetadata(loads=self._new_loads)
+        self._new_loads = []
+        if self._plan_is_news:
+            metadata.plan, self._plan_is_news = self._plan, False
+        if self._plan is not None and self._pins is not None:
+            status = self._client.state()
+            if status.connected:
+                if status.epoch != self._recent_epoch:
+                    self._recent.clear()
+                    self._recent_epoch = status.epoch
+                self._plan_saves(scheduler_output, metadata)
+        return metadata
+
+    def _plan_saves(self, scheduler_output: Any, metadata: LarderMetadata) -> None:
+        assert self._plan is not None
+        assert self._pins is not None
+        tokens = self._plan.tokens_per_chunk
+        chosen: list[tuple[str, SaveChunk]] = []
+        num_blocks = 0
+        for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None or tracked.state.saves_forbidden:
+                continue
+            request, state = tracked.request, tracked.state
+            # num_computed_tokens is not advanced yet: after this step's forward pass the cache is valid up to here.
+            # Draft tokens and placeholders are not in num_tokens, so they are never saved.
+            valid = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
+            complete = valid // tokens
+            if complete <= state.next_save:
+                continue
+            self._see_tokens(tracked)
+            self._take_answer(tracked)
+            complete = min(complete, len(state.keys))
+            table = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
+            if table is None:
+                continue
+            while state.next_save < complete:
+                number = state.next_save
+                if not self._is_wanted(state, number):
+                    state.next_save += 1
+                    continue
+                ids = tuple(
+                    tuple(group_ids[number * tokens // group.block_tokens : (number + 1) * tokens // group.block_tokens])
+                    for group, group_ids in zip(self._plan.groups, table, strict=True)
+                )
+                if any(0 in group_ids for group_ids in ids):  # the null block: these pages are gone
+                    state.next_save += 1
+                    continue
+                size = sum(len(group_ids) for group_ids in ids)
+                if not self._pins.has_room(num_blocks + size):
+                    break  # tried again in the next step, unless the request ends before
+                num_blocks += size
+                chosen.append((request_id, SaveChunk(state.keys[number], state.keys[number - 1] if number else None, number, ids)))
+                self._remember(state.keys[number])
+                state.next_save += 1
+        for start in range(0, len(chosen), MAX_CHUNKS_PER_SAVE):
+            self._emit_save(chosen[start : start + MAX_CHUNKS_PER_SAVE], metadata)
+
+    def _emit_save(self, chosen: Sequence[tuple[str, SaveChunk]], metadata: LarderMetadata) -> None:
+        assert self._plan is not None
+        assert self._pins is not None
+        owners = {request_id for request_id, _ in chosen}
+        job = SaveJob(
+            save_id=self._take_id(),
+            request_id=owners.pop() if len(owners) == 1 else "",
+            namespace=self._plan.digest,
+            chunks=tuple(chunk for _, chunk in chosen),
+        )
+        blocks = [block for chunk in job.chunks for group_ids in chunk.block_ids for block in group_ids]
+        self._pins.pin(job.save_id, blocks, num_ranks=self._num_ranks)
+        self._open_saves[job.save_id] = job
+        metadata.saves.append(job)
+
+    def _is_wanted(self, state: RequestState, number: int) -> bool:
+        """Whether this chunk is worth saving: not when it is known to be there, being stored, or was just saved."""
+        assert self._plan is not None
+        codes = state.presence_of(number, len(self._plan.groups))
+        if codes is not None and all(code in READY_OR_PENDING for code in codes):
+            return False
+        saved_at = self._recent.get(state.keys[number])
+        return saved_at is None or self._clock() - saved_at > RECENT_SAVE_S
+
+    def _remember(self, key: ChunkKey) -> None:
+        self._recent[key] = self._clock()
+        self._recent.move_to_end(key)
+        while len(self._recent) > RECENT_SAVES:
+            self._recent.popitem(last=False)
+
+    def see_worker_metadata(self, reports: Any) -> None:
+        """Take what the ranks reported; foreign types are another connector's."""
+        if not isinstance(reports, LarderWorkerMetadata):
+            return
+        if reports.facts and self._plan is None and self._engine is not None:
+            self._describe_late(reports.facts)
+        for load_id, load in reports.loads.items():
+            opened = self._open_loads.get(load_id)
+            if opened is None:
+                continue
+            tracked = self._tracked.get(opened.request_id)
+            is_current = tracked is not None and tracked.state.load_id == load_id
+            if load.first_failed_chunk is not None and tracked is not None and is_current:
+                tracked.state.see_failed_load(load.first_failed_chunk, load.reason)
+            # Ranks are counted by vLLM for the request; here the first report that is complete ends the load.
+            if load.num_ranks >= self._num_ranks or load.first_failed_chunk is not None:
+                del self._open_loads[load_id]
+                if opened.lease_id:
+                    self._client.release(opened.lease_id)
+        for save_id, save in reports.saves.items():
+            job = self._open_saves.get(save_id)
+            if job is not None and not save.is_complete:
+                for chunk in job.chunks:
+                    self._recent.pop(chunk.key, None)
+            if self._pins is not None and self._pins.report(save_id, save.num_ranks):
+                self._open_saves.pop(save_id, None)
+
+    def _describe_late(self, facts: Sequence[RankFacts]) -> None:
+        """Under MultiConnector only the first child gets handshake metadata; ranks then send their facts each step."""
+        if len(facts) < self._num_ranks:
+            return
+        assert self._engine is not None
+        try:
+            self.describe(self._engine, facts)
+        except RefusedError as error:
+            logger.error("this engine runs without cache: %s", error)
+            self._engine = None
+
+    def describe_expected(self, ranks: Sequence[RankFacts]) -> NamespacePlan:
+        """Settle the namespace with the engine's facts noted before."""
+        assert self._engine is not None
+        return self.describe(self._engine, ranks)
+
+    def expect(self, engine: EngineFacts) -> None:
+        """Note the engine's facts for the case that the ranks' facts come later (MultiConnector)."""
+        self._engine = engine
+
+    def has_open_saves(self) -> bool:
+        """Whether blocks are pinned: vLLM keeps stepping, and waits for them instead of preempting."""
+        return self._pins is not None and len(self._pins) > 0
+
+    def drain_stats(self) -> LarderStats | None:
+        """Counts since the last call."""
+        return self._stats.drain()
+
+    def shutdown(self) -> None:
+        """End threads and the client. Idempotent."""
+        self._client.close()
+        self._lookups.close()
+
+    # ------------------------------------------------------------------ lookups
+
+    def _see_tokens(self, tracked: _Tracked) -> None:
+        """Bring the chunk keys up to date with the request's tokens; cheap when nothing changed."""
+        assert self._plan is not None
+        assert self._engine is not None
+        request, state = tracked.request, tracked.state
+        hash_tokens = self._engine.hash_block_tokens
+        step = self._plan.tokens_per_chunk // hash_tokens
+        if len(request.block_hashes) // step == len(state.keys) and request.num_preemptions == state.num_preemptions:
+            state.num_tokens = request.num_tokens
+            return
+        keys = chunk_keys_of(
+            request.block_hashes, hash_block_tokens=hash_tokens, tokens_per_chunk=self._plan.tokens_per_chunk
+        )
+        state.see_tokens(keys, request.num_tokens, request.num_preemptions)
+
+    def _look_up(self, tracked: _Tracked, decision: Decision, now: float) -> bool:
+        """Start a lookup; False when this one may not be started now."""
+        assert self._plan is not None
+        state = tracked.state
+        wait = LookupWait.NONE
+        if decision.wait_chunks:
+            wait = LookupWait.HAND_OVER if decision.is_hand_over else LookupWait.PENDING
+            state.last_wait_at = now
+        question = LookupQuestion(
+            namespace=self._plan.digest,
+            chunks=tuple(state.keys[:MAX_LOOKUP_KEYS]),
+            superseded_lease=state.take_lease(),
+            wait=wait,
+            wait_num_chunks=decision.wait_chunks,
+            wait_s=decision.wait_s,
+            owner=state.hand_over.owner if state.hand_over is not None else None,
+            deadline_s=decision.wait_s + self._limits.lookup_s if decision.wait_s else self._limits.lookup_s,
+        )
+        self._drop_lookup(tracked)
+        handle = self._lookups.start(state.request_id, question)
+        if handle is None:  # no place to wait at the agent: ask without waiting, again and again
+            handle = self._lookups.start(
+                state.request_id,
+                LookupQuestion(
+                    question.namespace, question.chunks, question.superseded_lease, LookupWait.NONE, 0, 0.0,
+                    question.owner, self._limits.lookup_s,
+                ),
+            )  # fmt: skip
+        if handle is None:
+            return False
+        tracked.handle = handle
+        deadline = decision.wait_s + WAIT_SLACK_S if handle.waits else self._limits.lookup_s
+        state.lookup = OpenLookup(now, now + deadline, waits=handle.waits)
+        return True
+
+    def _take_answer(self, tracked: _Tracked) -> None:
+        """Take the answer of a lookup that has come back, if one has."""
+        handle, state = tracked.handle, tracked.state
+        if handle is None or not handle.done.is_set():
+            return
+        tracked.handle = None
+        answer = handle.answer
+        if answer is None or answer.reason is not None:
+            state.lookup = None
+            reason = answer.reason if answer is not None and answer.reason is not None else Reason.INTERNAL
+            state.see_failure(reason, self._clock())
+            return
+        state.see_answer(KnownPresence(answer.presence, self._clock(), answer.epoch, answer.lease_id))
+        if state.asked_at is None and (lease := state.take_lease()):
+            self._client.release(lease)  # the question has ended without it
+
+    def _drop_lookup(self, tracked: _Tracked) -> None:
+        if tracked.handle is not None:
+            self._lookups.abandon(tracked.handle)
+            tracked.handle = None
+        tracked.state.lookup = None
+
+    def _settle(self, tracked: _Tracked, reason: Reason, served_tokens: int) -> None:
+        """End the open question of a request: count it, log it, tell the agent, give the lease back."""
+        state, now = tracked.state, self._clock()
+        if tracked.is_foreign and reason is Reason.ABSENT:
+            reason = Reason.FOREIGN_NAMESPACE
+        if lease := state.take_lease():
+            self._client.release(lease)
+        started = state.asked_at if state.asked_at is not None else now
+        state.asked_at = None
+        asked_tokens = len(state.keys) * (self._plan.tokens_per_chunk if self._plan is not None else 0)
+        self._stats.outcome(
+            OutcomeKind.LOOKUP, reason, asked=asked_tokens, served=served_tokens, duration_s=now - started
+        )
+        self._client.report(
+            Outcome(OutcomeKind.LOOKUP, reason, state.request_id, asked_tokens, served_tokens, round((now - started) * 1000))
+        )
+        logger.debug(
+            "lookup ended request=%s reason=%s asked_tokens=%d computed_tokens=%d served_tokens=%d",
+            state.request_id, reason.label, asked_tokens, state.computed_tokens, served_tokens,
+        )  # fmt: skip
+
+    def _take_id(self) -> int:
+        self._next_id += 1
+        return self._next_id

@@ -1,0 +1,276 @@
+"""The worker half, one per rank: copies pages between the engine and the cache on a few threads of its own.
+
+Invariants. Every load that the scheduler half authorised is reported finished exactly once, failed or not, and only after
+the last byte was written to its pages. Every save is reported exactly once, and only after the last byte was read from
+its pages. Both end within their deadline. Nothing here raises into vLLM for anything that the agent does.
+
+Called by: connector.py, in the rank's model-runner thread. Owns its client, its threads and the page plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from cacheservice.client.values import ShardRead, ShardWrite
+from cacheservice.connector.config import ConnectorConfig
+from cacheservice.connector.metadata import (
+    LarderMetadata, LarderWorkerMetadata, LoadJob, LoadReport, SaveJob, SaveReport,
+)  # fmt: skip
+from cacheservice.connector.namespace import NamespacePlan, RankFacts
+from cacheservice.connector.pages import GroupPages, PageRuns, ShardLayout
+from cacheservice.connector.stats import LarderStats, StatsRecorder
+from cacheservice.core.layout import GroupKind
+from cacheservice.core.outcomes import Outcome, OutcomeKind, Reason
+
+logger = logging.getLogger(__name__)
+
+NUM_LOAD_THREADS = 4
+NUM_SAVE_THREADS = 2
+PIN_MARGIN_S = 1.0
+"""A save is given up so long before its pins must be released, for the commit or abort that follows."""
+STORED = (Reason.HIT, Reason.DUPLICATE)
+
+
+
+class WorkerHalf:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        client: Any,
+        pages: Sequence[GroupPages],
+        facts: RankFacts,
+        *,
+        tensor_parallel_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Own `client` (closed with this half); `pages[g]` are this rank's pages of group g."""
+        self._config = config
+        self._client = client
+        self._pages = tuple(pages)
+        self._facts = facts
+        self._tensor_parallel_size = tensor_parallel_size
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._plan: NamespacePlan | None = None
+        self._shards: tuple[tuple[tuple[int, ShardLayout], ...], ...] = ()
+        self._ended_loads: dict[str, tuple[LoadJob, LoadReport]] = {}
+        self._ended_saves: dict[int, SaveReport] = {}
+        self._load_reports: dict[int, LoadReport] = {}
+        self._is_closing = False
+        self._loads = ThreadPoolExecutor(NUM_LOAD_THREADS, thread_name_prefix="larder-load")
+        self._saves = ThreadPoolExecutor(NUM_SAVE_THREADS, thread_name_prefix="larder-save")
+        self._stats = StatsRecorder()
+
+    # ------------------------------------------------------------------ one step of the engine
+
+    def see_metadata(self, metadata: LarderMetadata) -> None:
+        """Take a new namespace, if there is one."""
+        if metadata.plan is None:
+            return
+        self._plan = metadata.plan
+        self._shards = tuple(self._shards_of(metadata.plan, g) for g in range(len(metadata.plan.groups)))
+        self._client.open_namespace(metadata.plan.spec)
+
+    def start_loads(self, metadata: LarderMetadata) -> None:
+        """Begin the loads of this step; returns at once."""
+        for job in metadata.loads:
+            self._loads.submit(self._load, job, self._clock())
+
+    def start_saves(self, metadata: LarderMetadata) -> None:
+        """Begin the saves of this step, whose forward pass is done; returns at once."""
+        for job in metadata.saves:
+            self._saves.submit(self._save, job, self._clock())
+
+    def take_ended_loads(self) -> tuple[set[str], set[str]]:
+        """Requests whose load has ended since the last call, and those of them whose load failed."""
+        with self._lock:
+            ended, self._ended_loads = self._ended_loads, {}
+        failed = set()
+        for request_id, (job, report) in ended.items():
+            if report.first_failed_chunk is None and self._plan is not None and job.namespace != self._plan.digest:
+                report = LoadReport(1, job.first_chunk, Reason.CANCELLED)  # the cache was reset meanwhile
+            if report.first_failed_chunk is not None:
+                failed.add(request_id)
+            self._load_reports[job.load_id] = report
+        return set(ended), failed
+
+    def take_reports(self) -> LarderWorkerMetadata | None:
+        """What the scheduler half has to know; None when there is nothing."""
+        with self._lock:
+            saves, self._ended_saves = self._ended_saves, {}
+        loads, self._load_reports = self._load_reports, {}
+        facts = [] if self._plan is not None else [self._facts]
+        if not (loads or saves or facts):
+            return None
+        return LarderWorkerMetadata(loads, saves, facts)
+
+    def drain_stats(self) -> LarderStats | None:
+        """Counts since the last call."""
+        return self._stats.drain()
+
+    def shutdown(self) -> None:
+        """Stop copying, then end threads and client: the pages may be freed after this. Idempotent."""
+        self._is_closing = True
+        self._loads.shutdown(wait=False, cancel_futures=True)
+        self._saves.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+        self._loads.shutdown(wait=True)
+        self._saves.shutdown(wait=True)
+
+    # ------------------------------------------------------------------ loads
+
+    def _load(self, job: LoadJob, submitted_at: float) -> None:
+        started = self._clock()
+        try:
+            first_failed, reason, num_bytes = self._copy_in(job, submitted_at)
+        except Exception:
+            logger.exception("load failed for a reason of our own request=%s", job.request_id)
+            first_failed, reason, num_bytes = job.first_chunk, Reason.INTERNAL, 0
+        with self._lock:
+            self._ended_loads[job.request_id] = (job, LoadReport(1, first_failed, reason))
+        asked = job.stop_token - job.start_token
+        served = asked if first_failed is None else 0
+        self._count(OutcomeKind.LOAD, reason, job.request_id, asked, served, started, num_bytes)
+
+    def _copy_in(self, job: LoadJob, submitted_at: float) -> tuple[int | None, Reason, int]:
+        """(first failed chunk or None, why, bytes copied)."""
+        plan = self._plan
+        left_s = self._config.deadlines.load_s - (self._clock() - submitted_at)
+        if plan is None or plan.digest != job.namespace:
+            return job.first_chunk, Reason.CANCELLED, 0
+        if left_s <= 0:
+            return job.first_chunk, Reason.DEADLINE, 0
+        reads, chunk_of = self._reads(job, plan)
+        if not reads:
+            return job.first_chunk, Reason.INTERNAL, 0
+        results = self._client.retrieve(
+            job.namespace, reads, lookup_lease=job.lookup_lease, epoch=job.epoch, deadline_s=left_s
+        )
+        failed = [(chunk, r.reason) for chunk, r in zip(chunk_of, results, strict=True) if r.reason is not Reason.HIT]
+        num_bytes = sum(r.num_bytes for r in results)
+        if not failed:
+            return None, Reason.HIT, num_bytes
+        chunk, reason = min(failed, key=lambda f: f[0])
+        return chunk, reason, num_bytes
+
+    def _reads(self, job: LoadJob, plan: NamespacePlan) -> tuple[list[ShardRead], list[int]]:
+        """The shard ranges of a load, and the chunk number of each; nothing when the range can't be loaded."""
+        reads: list[ShardRead] = []
+        chunk_of: list[int] = []
+        tokens = plan.tokens_per_chunk
+        for number, key in enumerate(job.chunks, job.first_chunk):
+            for g, group in enumerate(plan.groups):
+                if job.start_token % group.block_tokens:
+                    return [], []  # vLLM asks for whole blocks; anything else would overwrite a block it shares
+                start = max(job.start_token, number * tokens)
+                stop = min(-(-job.stop_token // group.block_tokens) * group.block_tokens, (number + 1) * tokens)
+                first_block, last_block = (start - number * tokens) // group.block_tokens, (stop - number * tokens) // group.block_tokens
+                offset = (start - job.start_token) // group.block_tokens
+                blocks = job.block_ids[g][offset : offset + last_block - first_block]
+                if len(blocks) != last_block - first_block or 0 in blocks:
+                    return [], []
+                for shard, layout in self._shards[g]:
+                    size = plan.spec.groups[g].shard_bytes
+                    first_byte = first_block * layout.block_bytes
+                    sink = PageRuns(layout, blocks, first_byte=first_byte)
+                    reads.append(ShardRead(key, g, shard, size, first_byte, last_block * layout.block_bytes, sink))
+                    chunk_of.append(number)
+        return reads, chunk_of
+
+    # ------------------------------------------------------------------ saves
+
+    def _save(self, job: SaveJob, submitted_at: float) -> None:
+        started = self._clock()
+        try:
+            reason, num_bytes, num_stored = self._copy_out(job, submitted_at)
+        except Exception:
+            logger.exception("save failed for a reason of our own chunks=%d", len(job.chunks))
+            reason, num_bytes, num_stored = Reason.INTERNAL, 0, 0
+        with self._lock:
+            self._ended_saves[job.save_id] = SaveReport(1, reason in STORED)
+        tokens = self._plan.tokens_per_chunk if self._plan is not None else 0
+        self._count(
+            OutcomeKind.SAVE, reason, job.request_id, len(job.chunks) * tokens, num_stored * tokens, started, num_bytes
+        )
+
+    def _copy_out(self, job: SaveJob, submitted_at: float) -> tuple[Reason, int, int]:
+        """(how the batch ended, bytes stored, chunks stored)."""
+        plan = self._plan
+        give_up_at = submitted_at + max(0.0, self._config.deadlines.pin_s - PIN_MARGIN_S)
+        if plan is None or plan.digest != job.namespace:
+            return Reason.CANCELLED, 0, 0
+        left_s = give_up_at - self._clock()
+        if left_s <= 0:
+            return Reason.DEADLINE, 0, 0
+        writes = self._writes(job, plan)
+        if not writes:
+            return Reason.DUPLICATE, 0, 0  # other ranks write all of it
+
+        def gives_up() -> bool:
+            return self._is_closing or self._clock() >= give_up_at or self._plan is not plan
+
+        results = self._client.store(job.namespace, writes, deadline_s=left_s, give_up=gives_up)
+        failed = [r.reason for r in results if r.reason not in STORED]
+        num_bytes = sum(r.num_bytes for r in results)
+        stored = {w.number for w, r in zip(writes, results, strict=True) if r.reason is Reason.HIT}
+        if failed:
+            return failed[0], num_bytes, len(stored)
+        return (Reason.HIT if stored else Reason.DUPLICATE), num_bytes, len(stored)
+
+    def _writes(self, job: SaveJob, plan: NamespacePlan) -> list[ShardWrite]:
+        writes = []
+        for chunk in job.chunks:
+            for g in range(len(plan.groups)):
+                size = plan.spec.groups[g].shard_bytes
+                for shard, layout in self._shards[g]:
+                    if self._is_writer(plan, g, chunk.number):
+                        source = PageRuns(layout, chunk.block_ids[g])
+                        writes.append(ShardWrite(chunk.key, chunk.parent, chunk.number, g, shard, size, source))
+        return writes
+
+    # ------------------------------------------------------------------ shards of this rank
+
+    def _shards_of(self, plan: NamespacePlan, group: int) -> tuple[tuple[int, ShardLayout], ...]:
+        """The shards that this rank's heads cover, each with where its bytes lie."""
+        pages, num_shards = self._pages[group], plan.groups[group].num_shards
+        if plan.groups[group].kind is GroupKind.MLA:
+            return ((0, ShardLayout(pages, first_head=0, num_heads=pages.num_heads)),)
+        replicas = self._num_replicas(plan, group)
+        num_holders = self._tensor_parallel_size // replicas
+        per_rank = num_shards // num_holders
+        heads = pages.num_heads // per_rank
+        first = self._facts.tp_rank // replicas * per_rank
+        return tuple(
+            (first + i, ShardLayout(pages, first_head=i * heads, num_heads=heads)) for i in range(per_rank)
+        )
+
+    def _num_replicas(self, plan: NamespacePlan, group: int) -> int:
+        """How many consecutive ranks hold the same heads: 1, unless there are more ranks than heads."""
+        if plan.groups[group].kind is GroupKind.MLA:
+            return self._tensor_parallel_size
+        total_heads = plan.groups[group].bytes_per_block * self._pages[group].num_heads
+        num_heads = total_heads // self._pages[group].block_bytes
+        return max(1, self._tensor_parallel_size // num_heads)
+
+    def _is_writer(self, plan: NamespacePlan, group: int, chunk_number: int) -> bool:
+        """Ranks that hold the same bytes take turns by chunk."""
+        replicas = self._num_replicas(plan, group)
+        return chunk_number % replicas == self._facts.tp_rank % replicas
+
+    def _count(
+        self, kind: OutcomeKind, reason: Reason, request_id: str, asked: int, served: int, started: float, num_bytes: int
+    ) -> None:
+        duration_s = self._clock() - started
+        self._stats.outcome(kind, reason, asked=asked, served=served, duration_s=duration_s, num_bytes=num_bytes)
+        self._client.report(Outcome(kind, reason, request_id, asked, served, round(duration_s * 1000), num_bytes))
+        logger.debug(
+            "%s ended request=%s reason=%s tokens=%d bytes=%d ms=%.1f",
+            kind.name.lower(), request_id, reason.label, asked, num_bytes, duration_s * 1000,
+        )  # fmt: skip
