@@ -228,9 +228,7 @@ class CacheClient:
         try:
             for batch in _batches(writes, MAX_SHARDS_PER_CALL):
                 results += self._store_batch(session, namespace, batch, watch, deadline)
-        except (
-            Exception
-        ):  # outermost frame of the call: logged, and what is not known to be stored is not stored
+        except Exception:  # noqa: BLE001 - outermost frame: logged, and the rest is not stored
             _log.exception("a store failed: namespace=%s", short_hex(namespace))
         results += [Reason.INTERNAL] * (len(writes) - len(results))
         return [
