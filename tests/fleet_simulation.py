@@ -1,9 +1,9 @@
 """A fleet in one thread on virtual time: agents, index, network and engines, with seeded faults.
 
-The store, the eviction policies, the index and the checksums are the real ones; threads, sockets and clocks are replaced
-by one event loop. Arenas are real memory with tiny shards, and what a shard must contain is a function of its key, so every
-served byte can be judged. Faults: agents crash and come back, the index is unreachable or erased, messages are lost, late
-or delivered twice, engines die anywhere or stop past every time limit and go on writing, bits flip.
+The store, the eviction policies, the index and the checksums are the real ones; threads, sockets and clocks are
+replaced by one event loop. Arenas are real memory with tiny shards, and what a shard must contain is a function of its
+key, so every served byte can be judged. Faults: agents crash and come back, the index is unreachable or erased,
+messages are lost, late or sent twice, engines die anywhere or stop past every time limit and go on writing, bits flip.
 """
 
 from __future__ import annotations

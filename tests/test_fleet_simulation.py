@@ -50,7 +50,7 @@ def test_simulation_notices_extents_reused_while_a_writer_may_live(
     monkeypatch.setattr(Store, "_end_reservation", without_quarantine)
     monkeypatch.setattr(Store, "_free_retired", freed)
     monkeypatch.setattr(Store, "check_invariants", lambda self: None)
-    with pytest.raises(AssertionError, match="wrong bytes|overwritten"):
+    with pytest.raises(AssertionError, match=r"wrong bytes|overwritten"):
         _simulate_all()
 
 
@@ -64,5 +64,5 @@ def test_simulation_notices_leases_that_are_said_to_hold(monkeypatch: pytest.Mon
         return [True for _ in original(self, session, leases, now_s)]
 
     monkeypatch.setattr(Store, "release", always_held)
-    with pytest.raises(AssertionError, match="wrong bytes|overwritten"):
+    with pytest.raises(AssertionError, match=r"wrong bytes|overwritten"):
         _simulate_all()
