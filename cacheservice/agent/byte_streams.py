@@ -1,0 +1,117 @@
+"""Bytes over gRPC, in frames of at most 1 MiB: for clients that can't map the arena, and for other agents.
+
+Copies run without the core lock. A reader's bytes are covered by its lease, which is looked at again after the last
+frame; a writer's extent is held by the store while a call writes to it. Called by `service.py`.
+
+The fast bulk path between agents (plain sockets straight between arenas, a later issue) belongs beside this file: it needs
+the same three steps, leased extent → bytes → does the lease still hold, and nothing else of the service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from cacheservice.agent.arena import Arena
+from cacheservice.agent.guarded_store import GuardedStore
+from cacheservice.agent.messages import MAX_FRAME_BYTES
+from cacheservice.agent.sessions import Session, SessionRegistry, StreamedShard
+from cacheservice.errors import Conflict, InvalidRequest, LeaseLost, OutOfExtent, UnknownObject
+from cacheservice.v1 import cache_pb2
+
+
+class ByteStreams:
+    """Reads from and writes into the arena. Thread-safe."""
+
+    def __init__(self, guarded: GuardedStore, arena: Arena, registry: SessionRegistry) -> None:
+        self._guarded = guarded
+        self._arena = arena
+        self._registry = registry
+        self.num_bytes_sent = 0
+        self.num_bytes_received = 0
+
+    def read(
+        self, session: Session, lease_id: int, ranges: Sequence[tuple[int, int, int]]
+    ) -> Iterator[cache_pb2.ReadResponse]:
+        """Frames of (position, start, stop) ranges of leased shards, in order."""
+        if session.data_plane == "none":
+            session.data_plane = "stream"
+        extents = []
+        with self._guarded.reading() as store:
+            for number, (position, start, stop) in enumerate(ranges):
+                offset, length = store.leased_extent(session.id, lease_id, position)
+                if not start <= stop <= length:
+                    raise InvalidRequest(
+                        f"ranges[{number}] is [{start}, {stop}); the shard has {length} bytes, ranges are half-open"
+                    )
+                extents.append((number, offset, start, stop))
+        for number, offset, start, stop in extents:
+            for at in range(start, stop, MAX_FRAME_BYTES):
+                end = min(at + MAX_FRAME_BYTES, stop)
+                payload = bytes(self._arena.view[offset + at : offset + end])
+                self.num_bytes_sent += len(payload)
+                yield cache_pb2.ReadResponse(range_index=number, start=at, payload=payload)
+            self._check_lease(session, lease_id)
+        self._check_lease(session, lease_id)
+
+    def write(self, frames: Iterable[cache_pb2.WriteRequest]) -> int:
+        """Take frames into reserved extents; returns the number of bytes."""
+        session: Session | None = None
+        open_shards: dict[int, tuple[int, int, StreamedShard]] = {}
+        num_bytes = 0
+        try:
+            for frame in frames:
+                if session is None:
+                    session = self._registry.live(frame.session_token)
+                    if session.data_plane == "none":
+                        session.data_plane = "stream"
+                if len(frame.payload) > MAX_FRAME_BYTES:
+                    raise InvalidRequest(f"payload has {len(frame.payload)} bytes; a frame has at most {MAX_FRAME_BYTES}")
+                if frame.reservation_id not in open_shards:
+                    open_shards[frame.reservation_id] = self._open(session, frame.reservation_id)
+                offset, length, streamed = open_shards[frame.reservation_id]
+                if frame.start != streamed.num_bytes:
+                    raise OutOfExtent(
+                        f"the frame starts at {frame.start}, but byte {streamed.num_bytes} is next; frames of one "
+                        "reservation come in order, without gaps"
+                    )
+                if frame.start + len(frame.payload) > length:
+                    raise OutOfExtent(
+                        f"the frame ends at {frame.start + len(frame.payload)}; the shard has {length} bytes"
+                    )
+                payload = memoryview(frame.payload)
+                at = offset + frame.start
+                self._arena.view[at : at + len(payload)] = payload
+                streamed.add(payload)
+                num_bytes += len(payload)
+                self.num_bytes_received += len(payload)
+        finally:
+            if session is not None:
+                self._close(session, open_shards)
+        return num_bytes
+
+    def _open(self, session: Session, reservation_id: int) -> tuple[int, int, StreamedShard]:
+        with self._guarded.reading() as store:
+            streamed = session.streamed.get(reservation_id)
+            if streamed is not None and streamed.in_call:
+                raise Conflict("another Write call writes to this reservation now; send its frames in one call")
+            offset, length = store.begin_agent_copy(session.id, reservation_id)
+            if streamed is None:
+                streamed = session.streamed[reservation_id] = StreamedShard(length)
+            streamed.in_call = True
+        return offset, length, streamed
+
+    def _close(self, session: Session, open_shards: dict[int, tuple[int, int, StreamedShard]]) -> None:
+        with self._guarded.changing() as store:
+            for reservation_id, (_, _, streamed) in open_shards.items():
+                streamed.in_call = False
+                store.end_agent_copy(session.id, reservation_id)
+
+    def _check_lease(self, session: Session, lease_id: int) -> None:
+        now_s = self._guarded.clock()
+        try:
+            with self._guarded.reading() as store:
+                held = store.lease_holds(session.id, lease_id, now_s)
+        except UnknownObject:
+            held = False
+        if not held:
+            raise LeaseLost("the lease ran out while its bytes were read; what came is worthless: acquire again")

@@ -1,0 +1,170 @@
+"""Answers lookups: what is here, what is said to be elsewhere, and the waits of a lookup.
+
+Local presence is the truth and is read under the core lock; the index and a hand-over's owner are asked without it. The
+answer's presence and its lease are taken in one step at the end, so that what is called ready is leased. Called by
+`service.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cacheservice.agent.guarded_store import GuardedStore
+from cacheservice.agent.pulls import PeerPulls
+from cacheservice.agent.remote_hints import RemoteHints
+from cacheservice.agent.sessions import Session
+from cacheservice.agent.waiting_calls import WaitingCalls
+from cacheservice.core.keys import ChunkKey
+from cacheservice.core.layout import NamespaceSpec
+from cacheservice.core.outcomes import Presence
+from cacheservice.core.store import Store
+from cacheservice.errors import UnknownObject
+
+_INDEX_POLL_S = 0.1
+"""How often a hand-over without a named owner asks the index again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a lookup waits for. With a hand-over all named chunks must be ready, else none may be pending."""
+
+    num_chunks: int
+    seconds: float
+    is_hand_over: bool
+    owner_node: int = 0
+    owner_epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """What a lookup found; `lease_id` 0 when it has none."""
+
+    presence: bytes
+    lease_id: int
+    index_asked: bool
+
+
+class Lookups:
+    """Holds no state of calls. Thread-safe."""
+
+    def __init__(
+        self,
+        guarded: GuardedStore,
+        hints: RemoteHints,
+        pulls: PeerPulls,
+        waiting_calls: WaitingCalls,
+        *,
+        own_epoch: int,
+        own_node: Callable[[], int],
+    ) -> None:
+        self._guarded = guarded
+        self._hints = hints
+        self._pulls = pulls
+        self._waiting_calls = waiting_calls
+        self._own_epoch = own_epoch
+        self._own_node = own_node
+
+    def look_up(
+        self,
+        session: Session,
+        spec: NamespaceSpec,
+        chunks: Sequence[ChunkKey],
+        *,
+        takes_lease: bool,
+        superseded_lease: int,
+        wait: Wait | None,
+        is_active: Callable[[], bool],
+    ) -> LookupResult:
+        """Answer one lookup; waits at most `wait.seconds`."""
+        # A peer asks what is here; asking others for it in turn could go round in circles.
+        sees_elsewhere = session.hello.role != "peer"
+        elsewhere = bytearray(len(chunks) * len(spec.groups))
+        index_asked = True
+        if sees_elsewhere:
+            with self._guarded.reading() as store:
+                elsewhere = store.presence(spec.digest, chunks)
+            index_asked = self._hints.overlay(spec, chunks, elsewhere)
+        if wait is not None and wait.num_chunks and wait.seconds > 0:
+            with self._waiting_calls.slot() as may_wait:
+                if may_wait:
+                    self._sleep(spec, chunks, wait, elsewhere, is_active, sees_elsewhere=sees_elsewhere)
+        now_s = self._guarded.clock()
+        lease_id = 0
+        with self._guarded.changing() as store:
+            if superseded_lease:
+                try:
+                    store.release(session.id, [superseded_lease], now_s)
+                except UnknownObject:
+                    pass  # the contract: unknown ones are ignored
+            presence = store.presence(spec.digest, chunks)
+            if takes_lease and chunks:
+                lease = store.lease_chunks(session.id, spec.digest, chunks, now_s)
+                lease_id = lease.lease_id if lease is not None else 0
+        _overlay(presence, elsewhere)
+        return LookupResult(bytes(presence), lease_id, index_asked)
+
+    def _sleep(
+        self,
+        spec: NamespaceSpec,
+        chunks: Sequence[ChunkKey],
+        wait: Wait,
+        elsewhere: bytearray,
+        is_active: Callable[[], bool],
+        *,
+        sees_elsewhere: bool,
+    ) -> None:
+        """Sleep until the wait is fulfilled or hopeless, or its time is over; `elsewhere` is brought up to date."""
+        named = chunks[: wait.num_chunks]
+        num_states = len(named) * len(spec.groups)
+        deadline_s = self._guarded.clock() + wait.seconds
+        owner_is_elsewhere = wait.owner_node != 0 and wait.owner_epoch != self._own_epoch
+        asks_owner = sees_elsewhere and wait.is_hand_over and owner_is_elsewhere
+        polls_index = sees_elsewhere and wait.is_hand_over
+        next_poll_s = self._guarded.clock() + _INDEX_POLL_S
+        while is_active():
+            with self._guarded.waiting() as (store, sleep):
+                if self._is_fulfilled(store, spec, named, wait, elsewhere):
+                    return
+                now_s = self._guarded.clock()
+                if now_s >= deadline_s:
+                    return
+                if not asks_owner and (not polls_index or now_s < next_poll_s):
+                    sleep(min(deadline_s, next_poll_s if polls_index else deadline_s, now_s + 0.5) - now_s)
+                    continue
+            if asks_owner:
+                asks_owner = False
+                seen = self._pulls.ask_owner(
+                    spec, named, node=wait.owner_node, epoch=wait.owner_epoch, wait_s=deadline_s - now_s
+                )
+                if seen is None:
+                    return  # it is gone, and with it the promise
+                for position in range(num_states):
+                    if seen[position] == Presence.READY_HERE:
+                        elsewhere[position] = Presence.READY_ELSEWHERE
+            else:
+                # Only what is not known to be elsewhere is of interest; local states are read under the lock anyway.
+                asked = bytearray(
+                    s if s == Presence.READY_ELSEWHERE else Presence.ABSENT for s in elsewhere[:num_states]
+                )
+                self._hints.overlay(spec, named, asked)
+                elsewhere[:num_states] = asked
+                next_poll_s = self._guarded.clock() + _INDEX_POLL_S
+
+    def _is_fulfilled(
+        self, store: Store, spec: NamespaceSpec, named: Sequence[ChunkKey], wait: Wait, elsewhere: bytearray
+    ) -> bool:
+        presence = store.presence(spec.digest, named)
+        if not wait.is_hand_over:
+            return Presence.PENDING not in presence
+        _overlay(presence, elsewhere)
+        return Presence.ABSENT not in presence and Presence.PENDING not in presence
+
+
+def _overlay(presence: bytearray, elsewhere: bytearray) -> None:
+    """Mark what is absent here and was seen elsewhere."""
+    if Presence.READY_ELSEWHERE not in elsewhere:
+        return
+    for position, state in enumerate(presence):
+        if state == Presence.ABSENT and elsewhere[position] == Presence.READY_ELSEWHERE:
+            presence[position] = Presence.READY_ELSEWHERE

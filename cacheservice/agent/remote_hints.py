@@ -1,0 +1,193 @@
+"""What other agents are said to hold: answers of the index, and of owners that a hand-over named.
+
+Hints only: the owner confirms before any byte moves. One that turned out wrong is not believed again for a while. Called
+by `lookups.py` (which overlays them on local presence) and `acquire.py` (which asks where to pull from).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cacheservice.agent.config import parse_host_port
+from cacheservice.core.keys import ChunkKey, NamespaceDigest
+from cacheservice.core.layout import NamespaceSpec
+from cacheservice.core.outcomes import Presence
+from cacheservice.errors import IndexUnavailable
+from cacheservice.index.port import Holder, Index, IndexHealth, Node
+
+_MAX_REMEMBERED = 65536
+_FRESH_S = 2.0
+"""Presence older than this is asked again (design, section 5)."""
+_DISTRUST_S = 10.0
+"""A hint that was wrong is ignored this long: the index forgets it meanwhile, or its node heals."""
+_CPU_TIER = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteHint:
+    """One chunk that another agent is said to hold."""
+
+    node: int
+    epoch: int
+    bitmap: int
+    parent: ChunkKey | None
+    """Key of the chunk before it, as far as a lookup told; None otherwise."""
+    number: int
+    """Position in its chain, as far as a lookup told; 0 otherwise."""
+    until_s: float
+
+
+def group_masks(spec: NamespaceSpec) -> list[int]:
+    """Per group the bits of all its shards in the index's bitmap."""
+    masks = []
+    first = 0
+    for group in spec.groups:
+        masks.append(((1 << group.num_shards) - 1) << first)
+        first += group.num_shards
+    return masks
+
+
+class RemoteHints:
+    """Asks the index and remembers what it said, bounded. Thread-safe; never raises for the index."""
+
+    def __init__(self, index: Index, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._index = index
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._hints: OrderedDict[tuple[bytes, bytes], RemoteHint] = OrderedDict()
+        self._distrusted: OrderedDict[tuple[bytes, bytes, int], float] = OrderedDict()
+
+    def overlay(self, spec: NamespaceSpec, chunks: Sequence[ChunkKey], presence: bytearray) -> bool:
+        """Mark in `presence` (chunk-major) what is absent here and ready elsewhere. False when the index was not asked."""
+        num_groups = len(spec.groups)
+        wanted = [
+            position
+            for position in range(len(chunks))
+            if Presence.ABSENT in presence[position * num_groups : (position + 1) * num_groups]
+        ]
+        if not wanted or self._index.status().health is IndexHealth.MEMORY:
+            return True
+        found = self._ask(spec.digest, [chunks[p] for p in wanted])
+        if found is None:
+            return False
+        masks = group_masks(spec)
+        now_s = self._clock()
+        with self._lock:
+            for position, holder in zip(wanted, found, strict=True):
+                if holder is None:
+                    continue
+                parent = chunks[position - 1] if position else None
+                hint = RemoteHint(holder.node, holder.epoch, holder.bitmap, parent, position, now_s + _FRESH_S)
+                self._remember(spec.digest, chunks[position], hint)
+                mark_elsewhere(presence, position * num_groups, masks, holder.bitmap)
+        return True
+
+    def learn(
+        self, spec: NamespaceSpec, chunks: Sequence[ChunkKey], node: int, epoch: int, presence: bytes
+    ) -> None:
+        """Remember what an owner said itself (its answer to a lookup of the same chunks)."""
+        num_groups = len(spec.groups)
+        masks = group_masks(spec)
+        until_s = self._clock() + _DISTRUST_S
+        with self._lock:
+            for position, chunk in enumerate(chunks):
+                states = presence[position * num_groups : (position + 1) * num_groups]
+                bitmap = sum(m for m, s in zip(masks, states, strict=True) if s == Presence.READY_HERE)
+                if not bitmap:
+                    continue
+                parent = chunks[position - 1] if position else None
+                self._distrusted.pop((spec.digest, chunk, node), None)
+                self._remember(spec.digest, chunk, RemoteHint(node, epoch, bitmap, parent, position, until_s))
+
+    def find(self, spec: NamespaceSpec, chunks: Sequence[ChunkKey]) -> dict[ChunkKey, RemoteHint]:
+        """Where the chunks are said to be; those that are nowhere are left out."""
+        now_s = self._clock()
+        found: dict[ChunkKey, RemoteHint] = {}
+        remembered: dict[ChunkKey, RemoteHint] = {}
+        with self._lock:
+            for chunk in chunks:
+                hint = self._hints.get((spec.digest, chunk))
+                if hint is not None:
+                    remembered[chunk] = hint
+                    if hint.until_s > now_s:
+                        found[chunk] = hint
+        unknown = [chunk for chunk in chunks if chunk not in found]
+        if not unknown or self._index.status().health is IndexHealth.MEMORY:
+            return found
+        for chunk, holder in zip(unknown, self._ask(spec.digest, unknown) or [], strict=False):
+            if holder is not None:
+                old = remembered.get(chunk)
+                parent, number = (old.parent, old.number) if old is not None else (None, 0)
+                found[chunk] = RemoteHint(
+                    holder.node, holder.epoch, holder.bitmap, parent, number, now_s + _FRESH_S
+                )
+        return found
+
+    def distrust(self, namespace: NamespaceDigest, chunks: Sequence[ChunkKey], node: int) -> None:
+        """A hint was wrong, or its node does not deliver: do not try it again at once."""
+        until_s = self._clock() + _DISTRUST_S
+        with self._lock:
+            for chunk in chunks:
+                hint = self._hints.get((namespace, chunk))
+                if hint is not None and hint.node == node:
+                    del self._hints[namespace, chunk]
+                self._distrusted[namespace, chunk, node] = until_s
+                if len(self._distrusted) > _MAX_REMEMBERED:
+                    self._distrusted.popitem(last=False)
+
+    def node(self, number: int, epoch: int) -> Node | None:
+        """The live node of that number and incarnation, when it can be called."""
+        try:
+            node = self._index.nodes().get(number)
+        except IndexUnavailable:
+            return None
+        if node is None or node.epoch != epoch or not _is_address(node.address):
+            return None
+        return node
+
+    def _remember(self, namespace: NamespaceDigest, chunk: ChunkKey, hint: RemoteHint) -> None:
+        self._hints[namespace, chunk] = hint
+        self._hints.move_to_end((namespace, chunk))
+        if len(self._hints) > _MAX_REMEMBERED:
+            self._hints.popitem(last=False)
+
+    def _ask(self, namespace: NamespaceDigest, chunks: Sequence[ChunkKey]) -> list[Holder | None] | None:
+        """The best believable holder per chunk; None when the index did not answer."""
+        try:
+            claims = self._index.lookup(namespace, chunks)
+            nodes = self._index.nodes() if any(claims) else {}
+        except IndexUnavailable:
+            return None
+        now_s = self._clock()
+        best: list[Holder | None] = []
+        with self._lock:
+            for chunk, holders in zip(chunks, claims, strict=True):
+                usable = [h for h in holders if self._is_usable(namespace, chunk, h, nodes.get(h.node), now_s)]
+                best.append(max(usable, key=lambda h: h.bitmap.bit_count(), default=None))
+        return best
+
+    def _is_usable(
+        self, namespace: NamespaceDigest, chunk: ChunkKey, holder: Holder, node: Node | None, now_s: float
+    ) -> bool:
+        if holder.tier != _CPU_TIER or node is None or node.epoch != holder.epoch or not node.address:
+            return False
+        return self._distrusted.get((namespace, chunk, holder.node), 0.0) <= now_s
+
+
+def mark_elsewhere(presence: bytearray, first: int, masks: Sequence[int], bitmap: int) -> None:
+    """Set the absent groups of one chunk that `bitmap` covers in full to READY_ELSEWHERE."""
+    for group, mask in enumerate(masks):
+        if presence[first + group] == Presence.ABSENT and bitmap & mask == mask:
+            presence[first + group] = Presence.READY_ELSEWHERE
+
+
+def _is_address(address: str) -> bool:
+    try:
+        parse_host_port(address)
+    except ValueError:
+        return False
+    return len(address) <= 300

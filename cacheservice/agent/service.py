@@ -1,0 +1,372 @@
+"""The service that engines and other agents call: checks messages, asks the parts, builds answers.
+
+No rule of the cache is decided here. Every method raises leaves of `RequestRejected` (see `statuses.py`), and checks what
+came before it takes memory for it. Threads: called from the server's pool, any number at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from cacheservice import __version__
+from cacheservice.agent.acquire import Acquires, Answered
+from cacheservice.agent.byte_streams import ByteStreams
+from cacheservice.agent.guarded_store import GuardedStore
+from cacheservice.agent.lookups import Lookups, Wait
+from cacheservice.agent.messages import (
+    MAX_KEYS,
+    MAX_LEASES,
+    MAX_SHARDS,
+    PROTOCOL_VERSION,
+    check_count,
+    check_distinct,
+    check_range,
+    parse_digest,
+    parse_hello,
+    parse_keys,
+    parse_namespace,
+    parse_outcomes,
+    parse_shard,
+)
+from cacheservice.agent.sessions import Session, SessionRegistry
+from cacheservice.core.keys import DIGEST_BYTES, ChunkKey
+from cacheservice.core.layout import CHECKSUM_PIECE_BYTES, NamespaceSpec
+from cacheservice.core.store import (
+    CommitItem,
+    CommitResult,
+    ReserveRequestItem,
+    ReserveResult,
+    Store,
+)
+from cacheservice.errors import InvalidRequest, NotReady, NotServed, UnknownObject
+from cacheservice.v1 import cache_pb2, cache_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+PING_INTERVAL_MS = 3000
+MAX_WAIT_MS = 5000
+MAX_ACQUIRE_MS = 60_000
+
+Context = grpc.ServicerContext
+
+
+@dataclass(frozen=True, slots=True)
+class AgentFacts:
+    """What the service says of its agent; times in milliseconds."""
+
+    node_name: str
+    epoch: int
+    arena_bytes: int
+    lease_ttl_ms: int
+    lookup_lease_ttl_ms: int
+    reservation_ttl_ms: int
+    node_number: Callable[[], int]
+    is_draining: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceParts:
+    """What the service delegates to."""
+
+    guarded: GuardedStore
+    registry: SessionRegistry
+    lookups: Lookups
+    acquires: Acquires
+    byte_streams: ByteStreams
+    status: Callable[[], cache_pb2.GetStatusResponse]
+
+
+class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
+    """`cacheservice.v1.CacheService`. Thread-safe; holds no state of calls."""
+
+    def __init__(self, facts: AgentFacts, parts: ServiceParts) -> None:
+        self._facts = facts
+        self._guarded = parts.guarded
+        self._registry = parts.registry
+        self._lookups = parts.lookups
+        self._acquires = parts.acquires
+        self._byte_streams = parts.byte_streams
+        self._status = parts.status
+
+    def Session(  # noqa: N802
+        self, request_iterator: Iterator[cache_pb2.SessionRequest], context: Context
+    ) -> Iterator[cache_pb2.SessionResponse]:
+        """One client, from hello to the end of its stream."""
+        number = self._registry.expect_hello(context.cancel)
+        try:
+            first = next(request_iterator, None)
+            if first is None or first.WhichOneof("message") != "hello":
+                raise InvalidRequest("the first message of a session must be its hello")
+            session = self._registry.begin(number, parse_hello(first.hello), context.cancel)
+        finally:
+            self._registry.forget_stream(number)
+        hello = session.hello
+        where = "tcp" if is_tcp(context) else "unix"
+        _log.info(
+            "session began id=%d role=%s half=%s engine=%s rank=%d over=%s maps_arena=%s",
+            session.id, hello.role, hello.half or "-", hello.engine_name, hello.rank, where, hello.maps_arena,
+        )  # fmt: skip
+        try:
+            # gRPC may learn that the client is gone while this thread sleeps elsewhere.
+            context.add_callback(lambda: self._end(session, "stream closed"))
+            yield cache_pb2.SessionResponse(welcome=self._welcome(session, over_tcp=where == "tcp"))
+            for request in request_iterator:
+                if request.WhichOneof("message") != "ping":
+                    raise InvalidRequest("after the hello a session sends pings only")
+                self._registry.note_ping(
+                    session, parse_outcomes(request.ping), request.ping.num_dropped_outcomes
+                )
+                yield cache_pb2.SessionResponse(
+                    pong=cache_pb2.SessionPong(
+                        draining=self._facts.is_draining(), node_number=self._facts.node_number()
+                    )
+                )
+        finally:
+            self._end(session, "stream closed")
+
+    def OpenNamespace(  # noqa: N802
+        self, request: cache_pb2.OpenNamespaceRequest, context: Context
+    ) -> cache_pb2.OpenNamespaceResponse:
+        """Declare a namespace."""
+        self._registry.live(request.session_token)
+        spec = parse_namespace(request)
+        with self._guarded.changing() as store:
+            store.open_namespace(spec)
+        return cache_pb2.OpenNamespaceResponse(epoch=self._facts.epoch)
+
+    def Lookup(  # noqa: N802
+        self, request: cache_pb2.LookupRequest, context: Context
+    ) -> cache_pb2.LookupResponse:
+        """Say what is there."""
+        session = self._registry.live(request.session_token)
+        check_count("chunk_keys", len(request.chunk_keys), MAX_KEYS)
+        check_range("wait_num_chunks", request.wait_num_chunks, len(request.chunk_keys))
+        check_range("wait_ms", request.wait_ms, MAX_WAIT_MS)
+        spec = self._spec(request.namespace_digest)
+        chunks = parse_keys(request.chunk_keys)
+        wait = None
+        if request.wait in (cache_pb2.LOOKUP_WAIT_PENDING, cache_pb2.LOOKUP_WAIT_HAND_OVER):
+            wait = Wait(
+                num_chunks=request.wait_num_chunks, seconds=request.wait_ms / 1000,
+                is_hand_over=request.wait == cache_pb2.LOOKUP_WAIT_HAND_OVER,
+                owner_node=request.owner_node, owner_epoch=request.owner_epoch,
+            )  # fmt: skip
+        result = self._lookups.look_up(
+            session, spec, chunks, takes_lease=request.take_lease,
+            superseded_lease=request.superseded_lease_id, wait=wait, is_active=context.is_active,
+        )  # fmt: skip
+        return cache_pb2.LookupResponse(
+            presence=result.presence, lease_id=result.lease_id,
+            lease_ttl_ms=self._facts.lookup_lease_ttl_ms if result.lease_id else 0,
+            epoch=self._facts.epoch, index_asked=result.index_asked,
+        )  # fmt: skip
+
+    def Acquire(  # noqa: N802
+        self, request: cache_pb2.AcquireRequest, context: Context
+    ) -> Iterator[cache_pb2.AcquireResponse]:
+        """Lease shards and say where they lie, as they become ready."""
+        session = self._registry.live(request.session_token)
+        check_count("shards", len(request.shards), MAX_SHARDS, least=1)
+        check_range("deadline_ms", request.deadline_ms, MAX_ACQUIRE_MS)
+        spec = self._spec(request.namespace_digest)
+        shards = [parse_shard(s, spec, where=f"shards[{i}]") for i, s in enumerate(request.shards)]
+        # A caller that goes away must not leave its lease until the next look.
+        context.add_callback(self._guarded.wake)
+        answers = self._acquires.acquire(
+            session, spec, shards, wait_s=request.deadline_ms / 1000, is_active=context.is_active
+        )
+        for answer in answers:
+            yield self._acquire_response(answer)
+
+    def Release(  # noqa: N802
+        self, request: cache_pb2.ReleaseRequest, context: Context
+    ) -> cache_pb2.ReleaseResponse:
+        """Give leases back."""
+        session = self._registry.live(request.session_token)
+        check_count("lease_ids", len(request.lease_ids), MAX_LEASES)
+        check_distinct("lease_ids", request.lease_ids, len(request.lease_ids))
+        with self._guarded.changing() as store:
+            held = store.release(session.id, list(request.lease_ids), self._guarded.clock())
+        return cache_pb2.ReleaseResponse(held=held)
+
+    def Reserve(  # noqa: N802
+        self, request: cache_pb2.ReserveRequest, context: Context
+    ) -> cache_pb2.ReserveResponse:
+        """Give room for shards."""
+        session = self._registry.live(request.session_token)
+        if self._facts.is_draining():
+            raise NotReady("the agent drains and takes nothing new; store again when it is back")
+        check_count("items", len(request.items), MAX_SHARDS)
+        spec = self._spec(request.namespace_digest)
+        items = [self._reserve_item(item, spec, f"items[{i}]") for i, item in enumerate(request.items)]
+        with self._guarded.changing() as store:
+            answers = store.reserve(session.id, spec.digest, items, self._guarded.clock())
+        response = cache_pb2.ReserveResponse(
+            ttl_ms=self._facts.reservation_ttl_ms, epoch=self._facts.epoch
+        )
+        for answer in answers:
+            shard = response.shards.add(result=_RESERVE_RESULTS[answer.result])
+            if answer.result is ReserveResult.RESERVED:
+                shard.reservation_id = answer.reservation_id
+                shard.extent.offset = answer.offset
+                shard.extent.length = answer.length
+        return response
+
+    def Commit(  # noqa: N802
+        self, request: cache_pb2.CommitRequest, context: Context
+    ) -> cache_pb2.CommitResponse:
+        """Make reserved shards readable."""
+        session = self._registry.live(request.session_token)
+        check_count("items", len(request.items), MAX_SHARDS)
+        check_distinct("items", (i.reservation_id for i in request.items), len(request.items))
+        is_remote = is_tcp(context)
+        items = [
+            CommitItem(i.reservation_id, tuple(i.piece_checksums), is_remote=is_remote) for i in request.items
+        ]
+        with self._guarded.changing() as store:
+            results = self._commit(store, session, items)
+        return cache_pb2.CommitResponse(results=[_COMMIT_RESULTS[result] for result in results])
+
+    def Abort(  # noqa: N802
+        self, request: cache_pb2.AbortRequest, context: Context
+    ) -> cache_pb2.AbortResponse:
+        """End reservations."""
+        session = self._registry.live(request.session_token)
+        check_count("reservation_ids", len(request.reservation_ids), MAX_SHARDS)
+        check_distinct("reservation_ids", request.reservation_ids, len(request.reservation_ids))
+        with self._guarded.changing() as store:
+            store.abort(session.id, list(request.reservation_ids), self._guarded.clock())
+            for reservation_id in request.reservation_ids:
+                session.streamed.pop(reservation_id, None)
+        return cache_pb2.AbortResponse()
+
+    def Read(  # noqa: N802
+        self, request: cache_pb2.ReadRequest, context: Context
+    ) -> Iterator[bytes]:
+        """Send leased bytes."""
+        session = self._registry.live(request.session_token)
+        check_count("ranges", len(request.ranges), MAX_SHARDS)
+        ranges = [(r.position, r.start, r.stop) for r in request.ranges]
+        return self._byte_streams.read(session, request.lease_id, ranges)
+
+    def Write(  # noqa: N802
+        self, request_iterator: Iterator[cache_pb2.WriteRequest], context: Context
+    ) -> cache_pb2.WriteResponse:
+        """Take bytes into reserved extents."""
+        return cache_pb2.WriteResponse(num_bytes=self._byte_streams.write(request_iterator))
+
+    def ReserveTails(self, request: Any, context: Context) -> Any:  # noqa: N802
+        """Not in this version."""
+        raise NotServed("tails are not served in this version; store whole chunks with Reserve")
+
+    def AcquireTails(self, request: Any, context: Context) -> Any:  # noqa: N802
+        """Not in this version."""
+        raise NotServed("tails are not served in this version; read whole chunks with Acquire")
+
+    def GetStatus(  # noqa: N802
+        self, request: cache_pb2.GetStatusRequest, context: Context
+    ) -> cache_pb2.GetStatusResponse:
+        """Describe the agent."""
+        return self._status()
+
+    def _spec(self, digest: bytes) -> NamespaceSpec:
+        with self._guarded.reading() as store:
+            return store.namespace(parse_digest(digest))
+
+    def _end(self, session: Session, why: str) -> None:
+        if self._registry.end(session):
+            _log.info("session ended id=%d engine=%s why=%s", session.id, session.hello.engine_name, why)
+
+    def _welcome(self, session: Session, *, over_tcp: bool) -> cache_pb2.SessionWelcome:
+        return cache_pb2.SessionWelcome(
+            session_token=session.token, epoch=self._facts.epoch, node_name=self._facts.node_name,
+            node_number=self._facts.node_number(), arena_bytes=self._facts.arena_bytes,
+            arena_offered=not over_tcp, checksum_piece_bytes=CHECKSUM_PIECE_BYTES,
+            ping_interval_ms=PING_INTERVAL_MS, protocol_version=PROTOCOL_VERSION, larder_version=__version__,
+        )  # fmt: skip
+
+    def _acquire_response(self, answer: Answered) -> cache_pb2.AcquireResponse:
+        response = cache_pb2.AcquireResponse(
+            lease_id=answer.lease_id, lease_ttl_ms=self._facts.lease_ttl_ms, epoch=self._facts.epoch
+        )
+        for position, ready in answer.ready:
+            response.shards.add(
+                position=position, result=cache_pb2.ACQUIRE_RESULT_READY,
+                extent=cache_pb2.Extent(offset=ready.offset, length=ready.length),
+                piece_checksums=ready.checksums, is_remote=ready.is_remote,
+            )  # fmt: skip
+        for position, result in answer.failed:
+            response.shards.add(position=position, result=result)
+        return response
+
+    def _reserve_item(self, item: cache_pb2.ReserveItem, spec: NamespaceSpec, where: str) -> ReserveRequestItem:
+        chunk, group, shard = parse_shard(item.shard, spec, where=f"{where}.shard")
+        if item.size_bytes != spec.groups[group].shard_bytes:
+            raise InvalidRequest(
+                f"{where}.size_bytes is {item.size_bytes}; a shard of group {group} of this namespace has "
+                f"{spec.groups[group].shard_bytes} bytes"
+            )
+        if item.parent_key and len(item.parent_key) != DIGEST_BYTES:
+            raise InvalidRequest(
+                f"{where}.parent_key has {len(item.parent_key)} bytes; it must have {DIGEST_BYTES}, or none for the first "
+                "chunk"
+            )
+        parent = ChunkKey(item.parent_key) if item.parent_key else None
+        return ReserveRequestItem(
+            chunk=chunk, parent=parent, number=item.chunk_number, group=group, shard=shard,
+            size_bytes=item.size_bytes,
+        )  # fmt: skip
+
+    def _commit(self, store: Store, session: Session, items: Sequence[CommitItem]) -> list[CommitResult]:
+        """Commit; bytes that came through Write are compared with what was hashed as they came.
+
+        Bytes in shared memory are only their writer's to check. What does not match is committed as a copy in flight, so
+        that the store ends it with CHECKSUM_MISMATCH in the same all-or-nothing step.
+        """
+        in_flight = []
+        try:
+            for item in items:
+                if self._is_written(session, item):
+                    continue
+                try:
+                    store.begin_agent_copy(session.id, item.reservation_id)
+                except UnknownObject:
+                    continue  # not there or out of time: the commit says so
+                in_flight.append(item.reservation_id)
+            results = store.commit(session.id, items, self._guarded.clock())
+        finally:
+            for reservation_id in in_flight:
+                store.end_agent_copy(session.id, reservation_id)
+        for item in items:
+            session.streamed.pop(item.reservation_id, None)
+        return results
+
+    def _is_written(self, session: Session, item: CommitItem) -> bool:
+        streamed = session.streamed.get(item.reservation_id)
+        if streamed is None:
+            return session.hello.maps_arena
+        return streamed.matches(item.checksums)
+
+
+def is_tcp(context: Context) -> bool:
+    """Whether a call came over TCP, so from another machine perhaps."""
+    return not str(context.peer()).startswith("unix:")
+
+
+_RESERVE_RESULTS = {
+    ReserveResult.RESERVED: cache_pb2.RESERVE_RESULT_RESERVED,
+    ReserveResult.READY: cache_pb2.RESERVE_RESULT_READY,
+    ReserveResult.PENDING: cache_pb2.RESERVE_RESULT_PENDING,
+    ReserveResult.NO_SPACE: cache_pb2.RESERVE_RESULT_NO_SPACE,
+}
+_COMMIT_RESULTS = {
+    CommitResult.CHECKSUM_MISMATCH: cache_pb2.COMMIT_RESULT_CHECKSUM_MISMATCH,
+    CommitResult.COMMITTED: cache_pb2.COMMIT_RESULT_COMMITTED,
+    CommitResult.LOST_RACE: cache_pb2.COMMIT_RESULT_LOST_RACE,
+    CommitResult.EXPIRED: cache_pb2.COMMIT_RESULT_EXPIRED,
+}

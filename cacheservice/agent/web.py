@@ -1,0 +1,130 @@
+"""Plain HTTP for probes, Prometheus and people: /healthz, /readyz, /metrics, /statusz. Read only; no keys, no tokens.
+
+Limits: few connections, short time-outs, no request bodies. Called by `serve.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from cacheservice.agent.config import HostPort
+from cacheservice.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+_MAX_CONNECTIONS = 16
+_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """What is served; each is called per request, from any thread."""
+
+    is_alive: Callable[[], bool]
+    """False when a restart is the only way out."""
+    why_not_ready: Callable[[], str]
+    """Empty when ready."""
+    metrics: Callable[[], bytes]
+    status: Callable[[], Mapping[str, Any]]
+
+
+class WebServer:
+    """The listener and its threads."""
+
+    def __init__(self, address: HostPort, pages: Pages) -> None:
+        """Bind. ConfigError when the address can't be had."""
+        handler = type("BoundHandler", (_Handler,), {"pages": pages})
+        try:
+            self._server = _Server(address, handler)
+        except OSError as error:
+            raise ConfigError(f"--http {address}: can't listen there: {error.strerror}; choose another port") from error
+        self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
+
+    @property
+    def port(self) -> int:
+        """The port that was bound, also when 0 was asked for."""
+        return int(self._server.server_address[1])
+
+    def start(self) -> None:
+        """Serve."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close the listener."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, address: HostPort, handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        super().__init__((address.host, address.port), handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread, or close it when there are too many."""
+        if not self._slots.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """The thread of one connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away in the middle is nothing to report loudly."""
+        _log.debug("http request failed client=%s", client_address, exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    pages: Pages
+    timeout = _TIMEOUT_S
+    server_version = "larder"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        """Answer one page."""
+        path = self.path.partition("?")[0]
+        if path == "/healthz":
+            alive = self.pages.is_alive()
+            self._send(200 if alive else 503, b"ok\n" if alive else b"a thread of the agent died; restart it\n")
+        elif path == "/readyz":
+            why_not = self.pages.why_not_ready()
+            self._send(503 if why_not else 200, f"{why_not or 'ok'}\n".encode())
+        elif path == "/metrics":
+            self._send(200, self.pages.metrics(), kind="text/plain; version=0.0.4; charset=utf-8")
+        elif path == "/statusz":
+            body = json.dumps(self.pages.status(), separators=(",", ":")).encode()
+            self._send(200, body, kind="application/json")
+        else:
+            self._send(404, b"not here; there are /healthz, /readyz, /metrics and /statusz\n")
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Requests are not logged: probes would fill the log."""
+
+    def _send(self, status: int, body: bytes, *, kind: str = "text/plain; charset=utf-8") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+        self.close_connection = True
