@@ -46,21 +46,27 @@ RedisOption = Annotated[
 ]  # fmt: skip
 ModelOption = Annotated[
     Path | None,
-    typer.Option("--model", metavar="DIR", help="Folder of a checkpoint, instead of what the manifest says."),
+    typer.Option(
+        "--model", metavar="DIR", help="Folder of a checkpoint, instead of what the manifest says."
+    ),
 ]
 PortOption = Annotated[
     int | None,
     typer.Option(
         "--port", metavar="N", min=1, max=65535, show_default=False,
-        help="First port: engines take N, N+1, … (prefill first), then the agent's metrics. Default: free ports from 8100.",
+        help="First port: engines take N, N+1, … (prefill first), then the agent. Default: free ports from 8100.",
     ),
 ]  # fmt: skip
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout instead of text.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object to stdout instead of text.")
+]
 
 
 @app.command()
 def up(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A KVCache manifest, as Kubernetes takes it.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A KVCache manifest, as Kubernetes takes it.")
+    ],
     redis: RedisOption = None,
     model: ModelOption = None,
     port: PortOption = None,
@@ -73,7 +79,9 @@ def up(
     """
     from cacheservice.cli.run import run_up
 
-    run_up(file, redis_url=redis, model_dir=model, first_port=port, larder_dir=folder, as_json=as_json)
+    run_up(
+        file, redis_url=redis, model_dir=model, first_port=port, larder_dir=folder, as_json=as_json
+    )
 
 
 @app.command()
@@ -88,8 +96,11 @@ def status(folder: DirOption = DEFAULT_DIR, as_json: JsonOption = False) -> None
 def demo(
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE]", help="A KVCache manifest with prefill and decode. Default: examples/cpu-local.yaml.",
-                       show_default=False),
+        typer.Argument(
+            metavar="[FILE]",
+            help="A KVCache manifest with prefill and decode. Default: examples/cpu-local.yaml.",
+            show_default=False,
+        ),
     ] = None,
     redis: RedisOption = None,
     model: ModelOption = None,
@@ -104,7 +115,9 @@ def demo(
     """
     from cacheservice.cli.run import run_demo
 
-    code = run_demo(file, redis_url=redis, model_dir=model, first_port=port, larder_dir=folder, as_json=as_json)
+    code = run_demo(
+        file, redis_url=redis, model_dir=model, first_port=port, larder_dir=folder, as_json=as_json
+    )
     raise typer.Exit(code)
 
 

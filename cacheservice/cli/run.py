@@ -21,7 +21,13 @@ from cacheservice.manifest import KVCacheManifest, load_manifest, local_notices
 
 
 def run_up(
-    file: Path, *, redis_url: str | None, model_dir: Path | None, first_port: int | None, larder_dir: Path, as_json: bool
+    file: Path,
+    *,
+    redis_url: str | None,
+    model_dir: Path | None,
+    first_port: int | None,
+    larder_dir: Path,
+    as_json: bool,
 ) -> None:
     """Start everything, print where it is, and wait for Ctrl-C or a program that dies (ProgramFailed)."""
     manifest = load_manifest(file)
@@ -36,7 +42,13 @@ def run_up(
 
 
 def run_demo(
-    file: Path | None, *, redis_url: str | None, model_dir: Path | None, first_port: int | None, larder_dir: Path, as_json: bool
+    file: Path | None,
+    *,
+    redis_url: str | None,
+    model_dir: Path | None,
+    first_port: int | None,
+    larder_dir: Path,
+    as_json: bool,
 ) -> int:
     """Run the demo and print what it found; the exit code says whether answers were the same."""
     from cacheservice.local.demo import run_demo as demo
@@ -69,7 +81,11 @@ def _started(manifest: KVCacheManifest, options: RunOptions) -> Iterator[LocalRu
 
 
 def _options(
-    file: Path, redis_url: str | None, model_dir: Path | None, first_port: int | None, larder_dir: Path
+    file: Path,
+    redis_url: str | None,
+    model_dir: Path | None,
+    first_port: int | None,
+    larder_dir: Path,
 ) -> RunOptions:
     return RunOptions(
         manifest_path=str(file.absolute()), larder_dir=larder_dir.absolute(), environment=dict(os.environ),
@@ -81,7 +97,9 @@ def _example() -> Path:
     """The demo's manifest: of this checkout, whatever the current folder is."""
     path = LARDER_ROOT / "examples" / "cpu-local.yaml"
     if not path.exists():
-        raise ConfigError("examples/cpu-local.yaml is only in a checkout: give a KVCache manifest, larder demo FILE")
+        raise ConfigError(
+            "examples/cpu-local.yaml is only in a checkout: give a KVCache manifest, larder demo FILE"
+        )
     return path
 
 
@@ -98,9 +116,14 @@ def _print_addresses(state: RunState, *, as_json: bool) -> None:
     console.print(f"\n{state.name} is up.\n")
     console.print(table)
     for agent in state.agents:
-        console.print(f"\nagent   sockets in {shown_path(agent.socket_dir)}, metrics at http://{agent.http}/metrics", soft_wrap=True)
+        console.print(
+            f"\nagent   sockets in {shown_path(agent.socket_dir)}, metrics at http://{agent.http}/metrics",
+            soft_wrap=True,
+        )
     console.print(f"redis   {state.redis}", soft_wrap=True)
-    console.print("\nAsk prefill with max_tokens 1, then decode with the kv_transfer_params of its answer.")
+    console.print(
+        "\nAsk prefill with max_tokens 1, then decode with the kv_transfer_params of its answer."
+    )
     console.print("larder status shows what the cache hit. Ctrl-C stops everything.\n")
 
 

@@ -18,7 +18,17 @@ CutText = Callable[[str, int], str]
 """The beginning of a text that has so many tokens."""
 
 LICENCE_OF = ("numpy", "grpcio", "transformers", "xxhash")
-DOCSTRINGS_OF = ("argparse", "logging", "subprocess", "datetime", "decimal", "statistics", "typing", "threading", "shutil")
+DOCSTRINGS_OF = (
+    "argparse",
+    "logging",
+    "subprocess",
+    "datetime",
+    "decimal",
+    "statistics",
+    "typing",
+    "threading",
+    "shutil",
+)
 CHARACTERS_PER_TOKEN = 3.5
 """For models without tokenizer.json only."""
 
@@ -36,7 +46,9 @@ def build_prompts(cut: CutText) -> list[Prompt]:
     """Documents of 2 to 6 thousand tokens, two questions about one of them, and a conversation of three turns."""
     manual, reference = _docstrings(DOCSTRINGS_OF), _reference()
     prompts = [
-        _about("licence", cut(_licences(LICENCE_OF), 2000), "What must a copy of this software carry?"),
+        _about(
+            "licence", cut(_licences(LICENCE_OF), 2000), "What must a copy of this software carry?"
+        ),
         _about("manual", cut(manual, 4000), "Which of these functions raise an exception?"),
         _about("manual, 2nd question", cut(manual, 4000), "How is a logger found by its name?"),
         _about("reference", cut(reference, 6000), "When is an object's truth value false?"),
@@ -47,8 +59,13 @@ def build_prompts(cut: CutText) -> list[Prompt]:
         "What happens if it takes too long?",
     ]
     # The replies are given, not generated: every engine gets the same conversation.
-    replies = [cut(_docstrings(("subprocess",)), 500), cut(_docstrings(("asyncio.subprocess", "signal", "queue")), 400)]
-    said = "The assistant knows this text.\n\n" + cut(_docstrings(("multiprocessing.pool", "unittest.mock", "socket")) + manual[20000:], 1500)
+    replies = [
+        cut(_docstrings(("subprocess",)), 500),
+        cut(_docstrings(("asyncio.subprocess", "signal", "queue")), 400),
+    ]
+    said = "The assistant knows this text.\n\n" + cut(
+        _docstrings(("multiprocessing.pool", "unittest.mock", "socket")) + manual[20000:], 1500
+    )
     for index, question in enumerate(turns):
         said += f"\n\nUser: {question}\nAssistant:"
         prompts.append(Prompt(f"conversation, turn {index + 1}", said, MAX_TOKENS))
@@ -62,7 +79,9 @@ MAX_TOKENS = 16
 
 def digest(prompts: list[Prompt]) -> str:
     """Names the prompts, lengths of answers included."""
-    return hashlib.sha256(repr([(prompt.text, prompt.max_tokens) for prompt in prompts]).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        repr([(prompt.text, prompt.max_tokens) for prompt in prompts]).encode()
+    ).hexdigest()[:16]
 
 
 def token_cutter(model: Path) -> CutText:
@@ -86,12 +105,12 @@ def _about(name: str, document: str, question: str) -> Prompt:
 
 
 def _licences(packages: tuple[str, ...]) -> str:
-    texts = []
-    for package in packages:
-        for file in importlib.metadata.files(package) or ():
-            if "dist-info" in str(file) and file.name.upper().startswith("LICEN"):
-                texts.append(file.read_text())
-    return "\n\n".join(texts)
+    return "\n\n".join(
+        file.read_text()
+        for package in packages
+        for file in importlib.metadata.files(package) or ()
+        if "dist-info" in str(file) and file.name.upper().startswith("LICEN")
+    )
 
 
 def _docstrings(modules: tuple[str, ...]) -> str:

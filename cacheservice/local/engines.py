@@ -18,7 +18,7 @@ CONNECTOR = "LarderConnector"
 CONNECTOR_MODULE = "cacheservice.connector"
 HASH_ALGORITHM = "sha256_cbor"
 CPU_KV_BYTES = 1 << 30
-"""KV space of a cpu engine when args say nothing. vLLM's own default is a share of all memory, too much beside others."""
+"""KV space of a cpu engine when args say nothing. vLLM's own default is a share of all memory: too much here."""
 
 
 class EngineRole(StrEnum):
@@ -62,7 +62,9 @@ def role_of(manifest: KVCacheManifest, role: EngineRole) -> Role:
     return part
 
 
-def engine_command(manifest: KVCacheManifest, site: EngineSite, *, python: str = "python3") -> EngineCommand:
+def engine_command(
+    manifest: KVCacheManifest, site: EngineSite, *, python: str = "python3"
+) -> EngineCommand:
     """How to start the engine at `site`. `args` of its role come last, so they win over the defaults here."""
     assert manifest.model is not None, "a manifest with engines has a model"
     role = role_of(manifest, site.role)
@@ -81,20 +83,33 @@ def engine_command(manifest: KVCacheManifest, site: EngineSite, *, python: str =
     if role.tensor_parallel_size > 1:
         argv += ["--tensor-parallel-size", str(role.tensor_parallel_size)]
     if site.socket_dir or site.agent_address:
-        argv += ["--kv-transfer-config", json.dumps(kv_transfer_config(manifest, site), separators=(",", ":"))]
+        argv += [
+            "--kv-transfer-config",
+            json.dumps(kv_transfer_config(manifest, site), separators=(",", ":")),
+        ]
     argv += _defaults(is_cpu=is_cpu, args=role.args)
     return EngineCommand(argv=(*argv, *role.args), env=_env(site, is_cpu=is_cpu))
 
 
 def kv_transfer_config(manifest: KVCacheManifest, site: EngineSite) -> dict[str, object]:
     """The value of --kv-transfer-config for our connector. A failed load is recomputed, never an error."""
-    assert bool(site.socket_dir) != bool(site.agent_address), "an engine has a socket folder or an address"
-    extra: dict[str, object] = {"socket_dir": site.socket_dir} if site.socket_dir else {"address": site.agent_address}
+    assert bool(site.socket_dir) != bool(site.agent_address), (
+        "an engine has a socket folder or an address"
+    )
+    extra: dict[str, object] = (
+        {"socket_dir": site.socket_dir} if site.socket_dir else {"address": site.agent_address}
+    )
     extra["engine_name"] = site.name
     extra["role"] = str(site.role)
     if manifest.cache.tokens_per_chunk is not None:
         extra["tokens_per_chunk"] = manifest.cache.tokens_per_chunk
-    sizes = sorted({role.tensor_parallel_size for role in (manifest.prefill, manifest.decode) if role is not None})
+    sizes = sorted(
+        {
+            role.tensor_parallel_size
+            for role in (manifest.prefill, manifest.decode)
+            if role is not None
+        }
+    )
     if len(sizes) > 1:
         extra["tensor_parallel_sizes"] = sizes
     return {
@@ -112,7 +127,9 @@ def _defaults(*, is_cpu: bool, args: Sequence[str]) -> list[str]:
     if is_cpu:
         # Compiling costs 40 s of start and, on CPU, gains little but for tiny models.
         defaults += [("--enforce-eager", None), ("--kv-cache-memory-bytes", str(CPU_KV_BYTES))]
-    written = {_spelled(argument.split("=", 1)[0]) for argument in args if argument.startswith("--")}
+    written = {
+        _spelled(argument.split("=", 1)[0]) for argument in args if argument.startswith("--")
+    }
     result: list[str] = []
     for flag, value in defaults:
         if flag not in written and f"--no-{flag[2:]}" not in written:

@@ -76,7 +76,9 @@ def post_json(host: str, port: int, path: str, body: Mapping[str, Any]) -> dict[
         answer: dict[str, Any] = json.loads(response.read())
         return answer
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise EngineError(f"POST {path} at {host}:{port}: {type(error).__name__} {error}") from error
+        raise EngineError(
+            f"POST {path} at {host}:{port}: {type(error).__name__} {error}"
+        ) from error
     finally:
         connection.close()
 
@@ -115,12 +117,16 @@ def ask(host: str, port: int, path: str, body: Mapping[str, Any]) -> Answer:
                 gaps += _gaps(choice.get("logprobs"), is_chat=is_chat)
             usage = event.get("usage") or usage
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise EngineError(f"POST {path} at {host}:{port}: {type(error).__name__} {error}") from error
+        raise EngineError(
+            f"POST {path} at {host}:{port}: {type(error).__name__} {error}"
+        ) from error
     finally:
         connection.close()
     ended = time.perf_counter()
     if first is None:
-        raise EngineError(f"POST {path} at {host}:{port}: the answer has no token; see the engine's log")
+        raise EngineError(
+            f"POST {path} at {host}:{port}: the answer has no token; see the engine's log"
+        )
     details = usage.get("prompt_tokens_details") or {}
     return Answer(
         token_ids=tuple(token_ids), gaps=tuple(gaps), text="".join(text),
@@ -129,12 +135,16 @@ def ask(host: str, port: int, path: str, body: Mapping[str, Any]) -> Answer:
     )  # fmt: skip
 
 
-def _post(connection: http.client.HTTPConnection, path: str, body: Mapping[str, Any]) -> http.client.HTTPResponse:
+def _post(
+    connection: http.client.HTTPConnection, path: str, body: Mapping[str, Any]
+) -> http.client.HTTPResponse:
     connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
     if response.status != 200:
         said = response.read().decode("utf-8", "replace")[:500]
-        raise EngineError(f"POST {path} at {connection.host}:{connection.port}: {response.status} {said}")
+        raise EngineError(
+            f"POST {path} at {connection.host}:{connection.port}: {response.status} {said}"
+        )
     return response
 
 
@@ -159,7 +169,10 @@ def _gaps(logprobs: Mapping[str, Any] | None, *, is_chat: bool) -> list[float]:
     if not logprobs:
         return []
     if is_chat:
-        tops = [[top["logprob"] for top in token["top_logprobs"]] for token in logprobs.get("content") or ()]
+        tops = [
+            [top["logprob"] for top in token["top_logprobs"]]
+            for token in logprobs.get("content") or ()
+        ]
     else:
         tops = [list(top.values()) for top in logprobs.get("top_logprobs") or () if top]
     return [_gap(values) for values in tops]

@@ -30,16 +30,21 @@ POLL_S = 0.1
 
 def main(arguments: list[str]) -> int:
     descriptor, grace_s, dashes, *command = arguments
-    assert dashes == "--" and command, "python leash.py FD GRACE_S -- COMMAND …"
+    assert dashes == "--", "python leash.py FD GRACE_S -- COMMAND …"
+    assert command, "python leash.py FD GRACE_S -- COMMAND …"
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # The owner closes the pipe to end us. A stray signal must not part us from the program.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
-        program = subprocess.Popen(command, process_group=0, preexec_fn=_before_exec(libc, os.getpid()))  # noqa: PLW1509
+        # One thread here, so preexec_fn is safe.
+        prepare = _before_exec(libc, os.getpid())
+        program = subprocess.Popen(command, process_group=0, preexec_fn=prepare)  # noqa: PLW1509
     except OSError as error:
-        print(f"larder: {command[0]} cannot be started: {error.strerror}", file=sys.stderr, flush=True)
+        print(
+            f"larder: {command[0]} cannot be started: {error.strerror}", file=sys.stderr, flush=True
+        )
         return 127
     return _watch(program.pid, int(descriptor), float(grace_s))
 
@@ -61,7 +66,9 @@ def _watch(program: int, descriptor: int, grace_s: float) -> int:
     status: int | None = None
     kill_at: float | None = None
     while True:
-        owner_closed = bool(poller.poll(POLL_S * 1000)) if kill_at is None else _sleep_until_child(POLL_S)
+        owner_closed = (
+            bool(poller.poll(POLL_S * 1000)) if kill_at is None else _sleep_until_child(POLL_S)
+        )
         status = _reap(program, status)
         if kill_at is None and (owner_closed or status is not None):
             kill_at = time.monotonic() + grace_s

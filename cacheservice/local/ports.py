@@ -1,4 +1,4 @@
-"""Free TCP ports on loopback. Called by `up`. A port found free may be taken before it is used: the program then says so."""
+"""Free TCP ports on loopback. Called by `up`. One found free may be taken before it is used: the program says so."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def choose_ports(first: int | None, count: int) -> list[int]:
     if first is not None:
         wanted = list(range(first, first + count))
         if wanted[-1] > LAST_PORT:
-            raise ConfigError(f"--port {first}: {count} ports are needed and {LAST_PORT} is the last one; choose a lower one")
+            raise ConfigError(
+                f"--port {first}: {count} ports are needed and {LAST_PORT} is the last one; choose a lower one"
+            )
         for port in wanted:
             if not is_free(port):
                 raise ConfigError(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Self
 
 from cacheservice.errors import LarderError
 from cacheservice.local import leash
@@ -143,11 +144,14 @@ class Supervisor:
         self._progress = progress
         self._processes: list[Process] = []
 
-    def __enter__(self) -> Supervisor:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop_all()
 
@@ -187,7 +191,9 @@ class Supervisor:
         process = self.start(program)
         while (status := process.exit_status()) is None:
             if time.monotonic() - process.started_at > program.ready_within_s:
-                raise ProgramFailed(_failure(process, f"did not end within {program.ready_within_s:.0f} s"))
+                raise ProgramFailed(
+                    _failure(process, f"did not end within {program.ready_within_s:.0f} s")
+                )
             self._progress.update(process.name, _shown(process))
             time.sleep(POLL_S)
         if status != 0:
@@ -209,7 +215,7 @@ class Supervisor:
         self._processes.remove(process)
 
     def stop_all(self) -> None:
-        """Stop everything at once; bounded by the longest `stop_within_s` + KILL_S. Further Ctrl-C are ignored meanwhile."""
+        """Stop everything at once, within the longest `stop_within_s` + KILL_S. Ctrl-C is ignored meanwhile."""
         if not self._processes:
             return
         with _signals_ignored():
@@ -227,14 +233,18 @@ class Supervisor:
 def termination_raises() -> Iterator[None]:
     """Inside, SIGTERM and SIGHUP raise Interrupted in the main thread, as SIGINT raises KeyboardInterrupt."""
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def interrupt(number: int, _frame: FrameType | None) -> None:
         raise Interrupted(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     # A shell starts background jobs with SIGINT ignored; `kill -INT` is to work there, too.
-    wanted = {signal.SIGTERM: interrupt, signal.SIGHUP: interrupt, signal.SIGINT: signal.default_int_handler}
+    wanted = {
+        signal.SIGTERM: interrupt,
+        signal.SIGHUP: interrupt,
+        signal.SIGINT: signal.default_int_handler,
+    }
     before = {number: signal.signal(number, function) for number, function in wanted.items()}
     try:
         yield
@@ -271,7 +281,9 @@ def _ended(status: int) -> str:
 
 def _failure(process: Process, what: str) -> str:
     tail = process.log_tail()
-    shown = "\n".join(f"  | {line}" for line in tail.splitlines()) if tail else "  | (it wrote nothing)"
+    shown = (
+        "\n".join(f"  | {line}" for line in tail.splitlines()) if tail else "  | (it wrote nothing)"
+    )
     status = process.exit_status()
     cause = likely_cause(process.log_tail(400), killed=status == 128 + signal.SIGKILL)
     hint = f"\nLikely cause: {cause}" if cause else ""

@@ -32,7 +32,9 @@ def redis_server_binary() -> Path:
     )
 
 
-def redis_program(*, socket_path: Path, folder: Path, log: Path, memory_bytes: int, env: Mapping[str, str]) -> Program:
+def redis_program(
+    *, socket_path: Path, folder: Path, log: Path, memory_bytes: int, env: Mapping[str, str]
+) -> Program:
     """The server on `socket_path`, which must be shorter than 108 bytes; `folder` is its working directory."""
     return Program(
         name="redis",

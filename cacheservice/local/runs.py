@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from cacheservice.errors import ConfigError
 
@@ -74,7 +74,7 @@ class RunFolder:
         self._lock = -1
         self._short_sockets: Path | None = None
 
-    def __enter__(self) -> RunFolder:
+    def __enter__(self) -> Self:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -93,10 +93,14 @@ class RunFolder:
                 f"{self.name} runs already in {self.path}{who}: end it with Ctrl-C there, or choose another --dir"
             ) from error
         self._remove_leftovers()
+        shutil.rmtree(self.path / "logs", ignore_errors=True)
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._remove_leftovers()
         if self._short_sockets is not None:
@@ -137,10 +141,6 @@ class RunFolder:
         (self.path / "state.json").unlink(missing_ok=True)
         for folder in ("sockets", "secrets"):
             shutil.rmtree(self.path / folder, ignore_errors=True)
-
-    def empty_logs(self) -> None:
-        """Forget the logs of the run before."""
-        shutil.rmtree(self.path / "logs", ignore_errors=True)
 
 
 def live_runs(larder_dir: Path) -> list[RunState]:

@@ -71,7 +71,12 @@ class LocalRun:
     """One manifest, running. Leave the supervisor's `with` block to stop it. Thread rule: one thread."""
 
     def __init__(
-        self, manifest: KVCacheManifest, options: RunOptions, folder: RunFolder, supervisor: Supervisor, progress: Progress
+        self,
+        manifest: KVCacheManifest,
+        options: RunOptions,
+        folder: RunFolder,
+        supervisor: Supervisor,
+        progress: Progress,
     ) -> None:
         self.manifest = manifest
         self.options = options
@@ -88,14 +93,19 @@ class LocalRun:
 
     def start(self) -> None:
         """Start everything and return when it is ready. Raises ConfigError, or ProgramFailed with the end of a log."""
-        self._folder.empty_logs()
         roles = engine_roles(self.manifest)
         ports = choose_ports(self.options.first_port, len(roles) + 2)
-        self.model = resolve_model(self.manifest, self.options, self._supervisor, log=self._folder.log("model"))
+        self.model = resolve_model(
+            self.manifest, self.options, self._supervisor, log=self._folder.log("model")
+        )
         socket_dir = self._folder.socket_dir()
         index = self._start_redis(socket_dir)
         http = f"{HOST}:{ports[len(roles)]}"
-        listen = f"{HOST}:{ports[len(roles) + 1]}" if self.manifest.cache.transport is Transport.STREAM else None
+        listen = (
+            f"{HOST}:{ports[len(roles) + 1]}"
+            if self.manifest.cache.transport is Transport.STREAM
+            else None
+        )
         self._start_agent(AgentSite(
             node=f"{socket.gethostname()}-{self.manifest.name}"[:64], socket_dir=socket_dir, http=http, index=index.url,
             key_prefix=index.key_prefix, index_password_file=index.password_file, listen=listen,
@@ -192,7 +202,11 @@ class LocalRun:
         )
         self._agent = self._supervisor.start(program)
         self._agent_state = AgentState(
-            name="agent", socket_dir=str(site.socket_dir), http=site.http, pid=self._agent.pid, log=str(program.log)
+            name="agent",
+            socket_dir=str(site.socket_dir),
+            http=site.http,
+            pid=self._agent.pid,
+            log=str(program.log),
         )
 
     def _start_engine(self, site: EngineSite) -> None:
@@ -215,7 +229,13 @@ def engine_roles(manifest: KVCacheManifest) -> list[EngineRole]:
 
 
 def engine_sites(
-    roles: list[EngineRole], ports: list[int], *, model: str, socket_dir: Path, agent_address: str | None, num_threads: int
+    roles: list[EngineRole],
+    ports: list[int],
+    *,
+    model: str,
+    socket_dir: Path,
+    agent_address: str | None,
+    num_threads: int,
 ) -> list[EngineSite]:
     """Names and places: `prefill`, `decode`, and with more than one `decode-0`, `decode-1`."""
     sites = []
@@ -230,7 +250,12 @@ def engine_sites(
 
 
 def engine_program(
-    site: EngineSite, command: EngineCommand, *, environment: Mapping[str, str], log: Path, ready_within_s: float
+    site: EngineSite,
+    command: EngineCommand,
+    *,
+    environment: Mapping[str, str],
+    log: Path,
+    ready_within_s: float,
 ) -> Program:
     """An engine as a program to supervise: ready when /health answers."""
     added = dict(command.env)
@@ -262,7 +287,9 @@ def resolve_model(
     named = options.model_dir or (Path(manifest.model.path) if manifest.model.path else None)
     if named is not None:
         if not (named / "config.json").is_file():
-            raise ConfigError(f"{named} holds no model: it has no config.json; name the folder of a checkpoint with --model")
+            raise ConfigError(
+                f"{named} holds no model: it has no config.json; name the folder of a checkpoint with --model"
+            )
         return str(named.absolute())
     if manifest.model.name != DEMO_MODEL_NAME:
         return manifest.model.name
@@ -281,7 +308,9 @@ def split_password(url: str) -> tuple[str, str]:
     """A Redis URL without its password, and the password ("" when there is none): passwords stay out of `ps`."""
     parts = urlsplit(url)
     if parts.scheme not in ("redis", "rediss", "unix"):
-        raise ConfigError(f"--redis {parts.scheme or url}: write redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH")
+        raise ConfigError(
+            f"--redis {parts.scheme or url}: write redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH"
+        )
     if parts.password is None:
         return url, ""
     user = f"{parts.username}@" if parts.username else ""
@@ -290,9 +319,12 @@ def split_password(url: str) -> tuple[str, str]:
 
 
 def program_env(environment: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
-    """`environment` with `added`. A checkout that is not installed is put on Python's path, so that children find it."""
+    """`environment` with `added`. A checkout that is not installed is put on Python's path for the children."""
     env = {**environment, **added, "PYTHONUNBUFFERED": "1"}
     if LARDER_ROOT.name not in ("site-packages", "dist-packages"):
-        paths = [str(LARDER_ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+        paths = [
+            str(LARDER_ROOT),
+            *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)),
+        ]
         env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     return env
