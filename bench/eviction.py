@@ -104,12 +104,18 @@ def replay(requests: Sequence[Sequence[ChunkKey]], *, policy: str, capacity: int
         reserved = store.reserve(SESSION, spec.digest, items, 0.0)
         store.commit(
             SESSION,
-            [(r.reservation_id, (0,), False) for r in reserved if r.result is ReserveResult.RESERVED],
+            [
+                (r.reservation_id, (0,), False)
+                for r in reserved
+                if r.result is ReserveResult.RESERVED
+            ],
             0.0,
         )
         store.take_changes()
     ratio = num_hits / num_blocks if num_blocks else 0.0
-    return Row(policy, capacity, round(ratio, 4), num_blocks, round(time.perf_counter() - started, 2))
+    return Row(
+        policy, capacity, round(ratio, 4), num_blocks, round(time.perf_counter() - started, 2)
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

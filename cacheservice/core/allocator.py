@@ -1,12 +1,12 @@
 """Places extents in the arena: best fit over exact sizes, neighbours coalesced at once.
 
-Invariants: extents tile the arena without gap or overlap, no two free extents touch, every offset and length is a multiple
-of `ALIGNMENT_BYTES`. Called by the store, under its caller's lock. It leaves to the store which extents to give up when
-nothing fits (`cacheservice.core.runs` finds neighbours that together would).
+Invariants: extents tile the arena without gap or overlap, no two free extents touch, every offset and length is a
+multiple of `ALIGNMENT_BYTES`. Called by the store, under its caller's lock. It leaves to the store which extents to
+give up when nothing fits (`cacheservice.core.runs` finds neighbours that together would).
 
-Why this shape (docs/decisions/0004-allocator.md): d free extents of distinct sizes need at least d (d + 1) / 2 pages, so a
-1 TiB arena has at most 23,170 distinct free sizes. A sorted list of them, bisected, is an exact best fit whose cost does
-not grow with the number of extents.
+Why this shape (docs/decisions/0004-allocator.md): d free extents of distinct sizes need at least d (d + 1) / 2 pages,
+so a 1 TiB arena has at most 23,170 distinct free sizes. A sorted list of them, bisected, is an exact best fit whose
+cost does not grow with the number of extents.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class Lease:
         self,
         lease_id: int,
         session: Session,
-        chunks: dict[Chunk, None],
+        chunks: list[Chunk] | dict[Chunk, None],
         expires_at_s: float,
         *,
         is_lookup: bool,
@@ -183,7 +183,9 @@ class Lease:
         self.lease_id = lease_id
         self.session = session
         self.chunks = chunks
-        """Each is pinned once by this lease."""
+        """Each entry is pinned once by this lease: a list for lookups (quick to make), a dictionary for acquires
+        (they grow).
+        """
         self.shards: dict[int, tuple[int, int]] = {}
         """Offset and length by position in the acquire."""
         self.expires_at_s = expires_at_s

@@ -17,7 +17,9 @@ class Lineage:
         self._orphans: dict[bytes, Evictable] = {}
 
     def enter(self, chunk: Evictable, parent_key: bytes | None, parent: Evictable | None) -> None:
-        """Link a chunk that is now cached; `parent` is the cached chunk of `parent_key`, None when it is not cached."""
+        """Link a chunk that is now cached; `parent` is the cached chunk of `parent_key`, None when it is not
+        cached.
+        """
         if parent is not None and parent.number >= chunk.number:
             parent_key = None
         if parent_key is not None:

@@ -1,9 +1,9 @@
 """Finds neighbouring extents that, once given up, make room for one long extent.
 
 When enough bytes are free but no hole is long enough, evicting in the order of coldness alone would empty most of the
-cache before two victims happen to touch. The store asks here instead, with its own price per extent. A run starts from
-holes and cold extents and grows over the cheaper neighbour, so free bytes that lie scattered are used up rather than left.
-Nothing is changed here; nothing is ever moved.
+cache before two victims happen to touch. The store asks here instead, with its own price per extent. A run starts
+from holes and cold extents and grows over the cheaper neighbour, so free bytes that lie scattered are used up rather
+than left. Nothing is changed here; nothing is ever moved.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ Price = Callable[[Extent], float | None]
 
 
 def cheapest_run(seeds: Iterable[Extent], span: int, price: Price) -> list[Extent] | None:
-    """Neighbours of at least `span` bytes together, by address, cheapest of those that grow from `seeds`; None if none does.
+    """Neighbours of at least `span` bytes together, by address, cheapest of those that grow from `seeds`; None if
+    none does.
 
     Each seed looks at no more extents than one run has, so the cost is bounded by seeds x run.
     """

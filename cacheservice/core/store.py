@@ -1,17 +1,19 @@
 """Decides what the arena holds: who may write where, who may read what, and what goes when room is needed.
 
-Kept at all times (`check_invariants`): a ready shard under a lease that holds is neither evicted nor overwritten; bytes
-become readable only by the commit of the reservation that they were written under, the first one for a shard; an extent
-that somebody may still write to is not given out again; everything that a session owns ends with it; every limit is hard.
+Kept at all times (`check_invariants`): a ready shard under a lease that holds is neither evicted nor overwritten;
+bytes become readable only by the commit of the reservation that they were written under, the first one for a shard;
+an extent that somebody may still write to is not given out again; everything that a session owns ends with it; every
+limit is hard.
 
 The unit of eviction is the chunk (all groups, all shards), suffix before prefix. The unit of bytes is the shard: one
-contiguous extent. Called by the agent only, under its one core lock: nothing here blocks, logs or reads a clock (`now_s`
-comes in, monotonic seconds, never falling). It leaves to the agent to copy bytes, to wake who waits, and to announce
-what `take_changes` returns.
+contiguous extent. Called by the agent only, under its one core lock: nothing here blocks, logs or reads a clock
+(`now_s` comes in, monotonic seconds, never falling). It leaves to the agent to copy bytes, to wake who waits, and to
+announce what `take_changes` returns.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -54,8 +56,6 @@ MAX_SUBTREE = 64
 """A chunk with more cached chunks behind it is given up for a run only when nothing else will do."""
 FRAGMENTED_FRACTION = 0.02
 """From this share of free bytes on, a run is looked for instead of evicting by coldness alone."""
-
-_codes = attrgetter("codes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +255,8 @@ class Store:
     """All state of one arena but its bytes. Not thread-safe: the caller holds the agent's core lock.
 
     Unless a method says otherwise it raises `UnknownSession` for a session that is not live, `UnknownObject` for a
-    namespace that is not open and for a lease or reservation that is not the session's, and `InvalidRequest` for fields out
-    of bounds. A call that raises has changed nothing.
+    namespace that is not open and for a lease or reservation that is not the session's, and `InvalidRequest` for
+    fields out of bounds. A call that raises has changed nothing.
     """
 
     def __init__(
@@ -281,9 +281,11 @@ class Store:
         # One time to live per table, so that insertion order is the order of expiry.
         self._leases = Leases()
         self._lookup_leases = Leases()
-        self._expired_leases: dict[int, int] = {}
+        self._expired_leases: OrderedDict[int, int] = OrderedDict()
         self._reservations = Reservations()
-        self._changes: dict[tuple[NamespaceDigest, ChunkKey], None] = {}
+        # Ordered dictionaries wherever the oldest goes first: finding it in a plain one gets slow once many have
+        # gone.
+        self._changes: OrderedDict[tuple[NamespaceDigest, ChunkKey], None] = OrderedDict()
         self._num_extents = 0
         self._num_ready_shards = 0
         self._num_ready_chunks = 0
@@ -350,8 +352,8 @@ class Store:
     def open_namespace(self, spec: NamespaceSpec) -> None:
         """Declare a namespace; again with the same shape does nothing.
 
-        At `max_namespaces` the least recently used one that was used and is empty now is closed. Raises `Conflict` for
-        another shape under the same digest, `LimitReached` when no namespace can be closed.
+        At `max_namespaces` the least recently used one that was used and is empty now is closed. Raises `Conflict`
+        for another shape under the same digest, `LimitReached` when no namespace can be closed.
         """
         found = self._namespaces.get(spec.digest)
         if found is not None:
@@ -384,41 +386,41 @@ class Store:
         """One `Presence` code per chunk and group, chunk by chunk: ABSENT, READY_HERE or PENDING. Changes nothing."""
         namespace = self._open_namespace(ns)
         found = map(namespace.chunks.get, chunks, repeat(namespace.absent))
-        return bytearray().join(map(_codes, found))
+        return bytearray().join([chunk.codes for chunk in found])
 
     def lease_chunks(
         self, session: SessionId, ns: NamespaceDigest, chunks: Sequence[ChunkKey], now_s: float
     ) -> LookupLease | None:
-        """Lease those of `chunks` (prefix first) that have a ready shard; counts as an access where no lease held before.
+        """Lease those of `chunks` (prefix first) that have a ready shard; counts as an access where no lease held
+        before.
 
         None when none has, or when lookup leases would cover more than their share of the arena.
         """
         owner = self._live_session(session)
         namespace = self._open_namespace(ns)
         self._touch(namespace)
-        get = namespace.chunks.get
-        leased: dict[Chunk, None] = {}
+        # One pass that pins at once and is undone when refused: this loop is most of a lookup's time under the lock.
+        leased: list[Chunk] = []
         accessed: list[Evictable] = []
         num_bytes = self._lookup_bytes
-        for chunk in map(get, chunks, repeat(namespace.absent)):
+        for chunk in map(namespace.chunks.get, chunks, repeat(namespace.absent)):
             if chunk.ready:
-                leased[chunk] = None
-                if not chunk.lookup_pins:
+                leased.append(chunk)
+                pins = chunk.lookup_pins
+                chunk.lookup_pins = pins + 1
+                if not pins:
                     num_bytes += chunk.num_bytes
                     if not chunk.pins:
                         accessed.append(chunk)
         if not leased:
             return None
-        if len(leased) < len(chunks):
-            # A key that is given twice was counted twice.
-            num_bytes = self._lookup_bytes + sum(c.num_bytes for c in leased if not c.lookup_pins)
         self._policy.access(accessed)
         if num_bytes > self._max_lookup_bytes or not self._has_lease_room():
+            for chunk in leased:
+                chunk.lookup_pins -= 1
             self._totals.num_refused_lookup_leases += 1
             return None
         self._lookup_bytes = num_bytes
-        for chunk in leased:
-            chunk.lookup_pins += 1
         lease = Lease(
             self._fresh_id(),
             owner,
@@ -438,8 +440,9 @@ class Store:
     ) -> AcquireAnswer:
         """Take a lease on those of `shards` (chunk, group, shard; prefix first) that are ready.
 
-        The lease exists even when nothing is ready, so that it can be extended. Counts as an access of chunks that no lease
-        held before, so that lookup and load of one request count once. Raises `LimitReached` above `max_leases`.
+        The lease exists even when nothing is ready, so that it can be extended. Counts as an access of chunks that no
+        lease held before, so that lookup and load of one request count once. Raises `LimitReached` above
+        `max_leases`.
         """
         owner = self._live_session(session)
         namespace = self._open_namespace(ns)
@@ -562,11 +565,13 @@ class Store:
         items: Sequence[tuple[int, Sequence[int], bool]],
         now_s: float,
     ) -> list[CommitResult]:
-        """Make written shards readable; items are `CommitItem` or equal tuples. Each reservation ends, whatever its result.
+        """Make written shards readable; items are `CommitItem` or equal tuples. Each reservation ends, whatever its
+        result.
 
         LOST_RACE when the reservation's time ran out and another one was committed, EXPIRED when it ran out,
-        CHECKSUM_MISMATCH when a copy into the extent is still in flight. Raises `UnknownObject` for a reservation that is not
-        the session's or has ended, `InvalidRequest` for a wrong number of checksums; nothing is committed then.
+        CHECKSUM_MISMATCH when a copy into the extent is still in flight. Raises `UnknownObject` for a reservation
+        that is not the session's or has ended, `InvalidRequest` for a wrong number of checksums; nothing is committed
+        then.
         """
         owner = self._live_session(session)
         batch = []
@@ -581,8 +586,8 @@ class Store:
             pieces = num_pieces(reservation.length)
             if len(checksums) != pieces or not all(0 <= c < 1 << 64 for c in checksums):
                 raise InvalidRequest(
-                    f"reservation {reservation_id} has {len(checksums)} piece_checksums; its {reservation.length} bytes "
-                    f"have {pieces} pieces of 1 MiB, each with one xxh3-64"
+                    f"reservation {reservation_id} has {len(checksums)} piece_checksums; its "
+                    f"{reservation.length} bytes have {pieces} pieces of 1 MiB, each with one xxh3-64"
                 )
             batch.append((reservation, checksums, is_remote))
         fresh: list[Chunk] = []
@@ -604,7 +609,9 @@ class Store:
             self._end_reservation(reservation, may_be_written=False)
 
     def begin_agent_copy(self, session: SessionId, reservation_id: int) -> tuple[int, int]:
-        """Offset and length to copy into; until `end_agent_copy` the extent is not given out again, whatever happens."""
+        """Offset and length to copy into; until `end_agent_copy` the extent is not given out again, whatever
+        happens.
+        """
         reservation = self._reservation(self._live_session(session), reservation_id)
         if reservation.has_expired:
             raise UnknownObject(f"reservation {reservation_id} ran out; reserve again")
@@ -636,7 +643,7 @@ class Store:
                 self._totals.num_expired_leases += 1
                 self._expired_leases[lease.lease_id] = lease.session.number
         while len(self._expired_leases) > self._limits.max_released_leases:
-            del self._expired_leases[next(iter(self._expired_leases))]
+            self._expired_leases.popitem(last=False)
         while self._reservations:
             reservation = next(iter(self._reservations.values()))
             if reservation.expires_at_s > now_s:
@@ -671,7 +678,9 @@ class Store:
         return EvictAnswer(num_chunks, num_bytes, num_leased)
 
     def evict_to_low_watermark(self, max_chunks: int) -> int:
-        """When the arena is above the high watermark, evict down to the low one, at most `max_chunks`; how many went."""
+        """When the arena is above the high watermark, evict down to the low one, at most `max_chunks`; how many
+        went.
+        """
         usable = self._allocator.usable_bytes
         if self._allocator.used_bytes <= usable * self._limits.high_watermark:
             return 0
@@ -688,7 +697,8 @@ class Store:
         return evicted
 
     def drop_corrupt(self, ns: NamespaceDigest, chunk: ChunkKey) -> None:
-        """Never serve what is ready of this chunk again: its bytes are wrong. Extents that leases hold go with the leases.
+        """Never serve what is ready of this chunk again: its bytes are wrong. Extents that leases hold go with the
+        leases.
 
         Shards of it that are being written stay. Does nothing for a chunk that is not here.
         """
@@ -717,7 +727,9 @@ class Store:
             namespace.chunks[chunk] = heir
 
     def take_changes(self, max_changes: int | None = None) -> list[HeldChunk]:
-        """Chunks whose ready shards changed since they were last taken, oldest change first, with what is ready now."""
+        """Chunks whose ready shards changed since they were last taken, oldest change first, with what is ready
+        now.
+        """
         if max_changes is None or max_changes >= len(self._changes):
             keys = list(self._changes)
             self._changes.clear()
@@ -880,6 +892,8 @@ class Store:
         pending: list[int] = []
         absent: list[int] = []
         accessed: list[Evictable] = []
+        leased = lease.chunks
+        assert isinstance(leased, dict), "only leases of acquires grow"
         get = namespace.chunks.get
         groups = namespace.spec.groups
         for position, (key, group, _), bit in zip(positions, shards, bits, strict=True):
@@ -888,10 +902,10 @@ class Store:
             if chunk is None or slot is None:
                 absent.append(position)
             elif isinstance(slot, Shard):
-                if chunk not in lease.chunks:
+                if chunk not in leased:
                     if not chunk.is_leased():
                         accessed.append(chunk)
-                    lease.chunks[chunk] = None
+                    leased[chunk] = None
                     chunk.pins += 1
                 offset, length = slot.extent.offset, groups[group].shard_bytes
                 lease.shards[position] = (offset, length)
@@ -1069,8 +1083,8 @@ class Store:
     def _free_retired(self, reservation: Reservation) -> None:
         """Free the extent when nothing can write to it any more.
 
-        A live session ended it by its own word (abort, commit): only copies of the agent are waited for. A session that
-        ended without that may write as long as its mapping is open.
+        A live session ended it by its own word (abort, commit): only copies of the agent are waited for. A session
+        that ended without that may write as long as its mapping is open.
         """
         owner = reservation.session
         if reservation.num_copies or (owner.is_mapped and not owner.is_live):
@@ -1133,7 +1147,9 @@ class Store:
         return True
 
     def _sweep(self, span: int) -> list[Extent] | None:
-        """A run of anything that is not held, from where the last sweep ended on, then from the start of the arena."""
+        """A run of anything that is not held, from where the last sweep ended on, then from the start of the
+        arena.
+        """
         start = self._allocator.first
         for extent in self._allocator.extents():
             if extent.offset >= self._sweep_offset:
@@ -1236,7 +1252,7 @@ class Store:
         # A change of what already waits keeps its place: its bitmap is read when it is taken.
         self._changes[key] = None
         if len(self._changes) > self._limits.max_changes:
-            del self._changes[next(iter(self._changes))]
+            self._changes.popitem(last=False)
             self._totals.num_forgotten_changes += 1
 
     def _bitmap(self, ns: NamespaceDigest, chunk: ChunkKey) -> int:
