@@ -11,7 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cacheservice.client.values import ClientState, LookupAnswer, LookupWait, RetrieveResult, ShardRead, ShardWrite, StoreResult
+from cacheservice.client.values import (
+    ClientState,
+    LookupAnswer,
+    LookupWait,
+    RetrieveResult,
+    ShardRead,
+    ShardWrite,
+    StoreResult,
+)
 from cacheservice.core.layout import NamespaceSpec
 from cacheservice.core.outcomes import Outcome, Presence, Reason
 
@@ -40,9 +48,17 @@ class FakeCache:
         """Codes of all groups of one chunk."""
         codes = []
         for group, shape in enumerate(self.namespaces[namespace].groups):
-            there = all((namespace, chunk, group, s) in self.shards for s in range(shape.num_shards))
+            there = all(
+                (namespace, chunk, group, s) in self.shards for s in range(shape.num_shards)
+            )
             is_pending = (namespace, chunk) in self.pending
-            codes.append(Presence.READY_HERE if there else Presence.PENDING if is_pending else Presence.ABSENT)
+            codes.append(
+                Presence.READY_HERE
+                if there
+                else Presence.PENDING
+                if is_pending
+                else Presence.ABSENT
+            )
         return bytes(codes)
 
 
@@ -65,7 +81,9 @@ class FakeClient:
         self.is_closed = True
 
     def state(self) -> ClientState:
-        return ClientState(self.cache.is_up, self.cache.epoch if self.cache.is_up else None, "shared_memory", 1, "")
+        return ClientState(
+            self.cache.is_up, self.cache.epoch if self.cache.is_up else None, "shared_memory", 1, ""
+        )
 
     def open_namespace(self, spec: NamespaceSpec) -> None:
         self.cache.namespaces[spec.digest] = spec
@@ -95,15 +113,20 @@ class FakeClient:
                 groups = len(self.cache.namespaces[namespace].groups)
                 named = codes[: wait_num_chunks * groups]
                 lacking = (
-                    wait is LookupWait.PENDING and Presence.PENDING in named
-                    or wait is LookupWait.HAND_OVER and any(c != Presence.READY_HERE for c in named)
+                    (wait is LookupWait.PENDING and Presence.PENDING in named)
+                    or (wait is LookupWait.HAND_OVER and any(c != Presence.READY_HERE for c in named))
                 )  # fmt: skip
                 if not lacking or time.monotonic() >= until:
                     lease = 0
                     if take_lease and Presence.READY_HERE in codes:
-                        lease, self.cache.next_lease = self.cache.next_lease, self.cache.next_lease + 1
+                        lease, self.cache.next_lease = (
+                            self.cache.next_lease,
+                            self.cache.next_lease + 1,
+                        )
                         self.cache.leases.add(lease)
-                    return LookupAnswer(None, codes, groups, lease, time.monotonic() + 5, self.cache.epoch)
+                    return LookupAnswer(
+                        None, codes, groups, lease, time.monotonic() + 5, self.cache.epoch
+                    )
             time.sleep(0.002)
 
     def store(

@@ -125,7 +125,10 @@ class Engine:
         return int(self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, params: Sequence[dict[str, Any] | None] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 8,
+        params: Sequence[dict[str, Any] | None] | None = None,
     ) -> list[Answer]:
         """Greedy answers of exactly `max_tokens` tokens; `params[i]` are the kv_transfer_params of prompt i."""
         from vllm import SamplingParams

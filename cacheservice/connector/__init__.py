@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["LarderConnector"]  # noqa: F822 - see __getattr__
+__all__ = ["LarderConnector"]
 
 
 def __getattr__(name: str) -> Any:

@@ -47,7 +47,9 @@ def check_engine(vllm_config: Any) -> None:
             raise RefusedError(
                 f"this version does not cache with context parallelism: start the engine without --{flag.replace('_', '-')}"
             )
-    sizes_of_others = (vllm_config.kv_transfer_config.kv_connector_extra_config or {}).get("tensor_parallel_sizes")
+    sizes_of_others = (vllm_config.kv_transfer_config.kv_connector_extra_config or {}).get(
+        "tensor_parallel_sizes"
+    )
     if sizes_of_others and parallel.tensor_parallel_size not in sizes_of_others:
         raise RefusedError(
             f"tensor_parallel_sizes={sizes_of_others} does not name this engine's own size "
@@ -67,10 +69,14 @@ def check_groups(kv_cache_config: Any) -> None:
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         where = f"KV cache group {number} ({group.layer_names[0] if group.layer_names else 'no layers'} …)"
         if group.is_eagle_group or group.host_resident or not group.enable_kv_transfer:
-            raise RefusedError(f"{where} holds draft or host-resident layers, which this version does not cache")
+            raise RefusedError(
+                f"{where} holds draft or host-resident layers, which this version does not cache"
+            )
         kind_of_group(group.kv_cache_spec, where)
     if kv_cache_config.hash_block_size is None:
-        raise RefusedError("vLLM did not say how many tokens a block hash covers; this vLLM version is not supported")
+        raise RefusedError(
+            "vLLM did not say how many tokens a block hash covers; this vLLM version is not supported"
+        )
 
 
 def kind_of_group(spec: Any, where: str) -> GroupKind:
@@ -90,9 +96,15 @@ def kind_of_group(spec: Any, where: str) -> GroupKind:
                 "windows: --disable-hybrid-kv-cache-manager makes vLLM keep them as full attention"
             )
         if layer_spec.tokens_per_state != 1:
-            raise RefusedError(f"{where} compresses {layer_spec.tokens_per_state} tokens into one state, not cached here")
+            raise RefusedError(
+                f"{where} compresses {layer_spec.tokens_per_state} tokens into one state, not cached here"
+            )
         if layer_spec.non_causal:
-            raise RefusedError(f"{where} attends to later tokens, so its pages are not a function of the prefix")
+            raise RefusedError(
+                f"{where} attends to later tokens, so its pages are not a function of the prefix"
+            )
     if len(kinds) != 1:
-        raise RefusedError(f"{where} mixes kinds of attention in one group, which this version does not cache")
+        raise RefusedError(
+            f"{where} mixes kinds of attention in one group, which this version does not cache"
+        )
     return kinds.pop()

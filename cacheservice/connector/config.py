@@ -113,7 +113,9 @@ def parse_extra_config(extra: Mapping[str, Any], *, kv_role: str | None) -> Conn
     tls = {key: _text(extra, key) for key in ("tls_cert", "tls_key", "tls_ca")}
     if any(tls.values()) and not all(tls.values()):
         missing = ", ".join(key for key, value in tls.items() if not value)
-        raise ConfigError(f"kv_connector_extra_config: TLS needs all three files; missing: {missing}")
+        raise ConfigError(
+            f"kv_connector_extra_config: TLS needs all three files; missing: {missing}"
+        )
     if any(tls.values()) and not address:
         raise ConfigError(
             "kv_connector_extra_config: tls_cert, tls_key and tls_ca go with 'address'; a socket directory needs none"
@@ -164,7 +166,9 @@ def _path(text: str) -> Path | None:
 def _choice(extra: Mapping[str, Any], key: str, choices: tuple[str, ...], default: str) -> str:
     value = extra.get(key, default)
     if value not in choices:
-        raise ConfigError(f"kv_connector_extra_config: {key}={value!r} must be one of {', '.join(choices)}")
+        raise ConfigError(
+            f"kv_connector_extra_config: {key}={value!r} must be one of {', '.join(choices)}"
+        )
     return str(value)
 
 
@@ -173,7 +177,9 @@ def _integer(extra: Mapping[str, Any], key: str, *, low: int, high: int) -> int 
         return None
     value = extra[key]
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"kv_connector_extra_config: {key}={value!r} must be a whole number from {low} to {high}")
+        raise ConfigError(
+            f"kv_connector_extra_config: {key}={value!r} must be a whole number from {low} to {high}"
+        )
     return value
 
 
@@ -182,7 +188,9 @@ def _sizes(extra: Mapping[str, Any]) -> tuple[int, ...] | None:
         return None
     value = extra["tensor_parallel_sizes"]
     is_list = isinstance(value, list | tuple) and bool(value)
-    if not is_list or not all(isinstance(v, int) and not isinstance(v, bool) and 1 <= v <= 1024 for v in value):
+    if not is_list or not all(
+        isinstance(v, int) and not isinstance(v, bool) and 1 <= v <= 1024 for v in value
+    ):
         raise ConfigError(
             f"kv_connector_extra_config: tensor_parallel_sizes={value!r} must be a list of sizes, such as [2, 4]"
         )

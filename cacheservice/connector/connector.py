@@ -22,9 +22,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
-from cacheservice.client import AgentTarget, CacheClient, ClientIdentity, Deadlines, Half, Role, TlsFiles
+from cacheservice.client import (
+    AgentTarget,
+    CacheClient,
+    ClientIdentity,
+    Deadlines,
+    Half,
+    Role,
+    TlsFiles,
+)
 from cacheservice.connector.checks import check_engine, check_groups
 from cacheservice.connector.config import ConnectorConfig, parse_extra_config
 from cacheservice.connector.metadata import LarderHandshake, LarderMetadata
@@ -48,14 +59,18 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
         """Check the configuration. Raises ConfigError or RefusedError, in one sentence, with what to set."""
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._config = parse_extra_config(transfer.kv_connector_extra_config or {}, kv_role=transfer.kv_role)
+        self._config = parse_extra_config(
+            transfer.kv_connector_extra_config or {}, kv_role=transfer.kv_role
+        )
         check_engine(vllm_config)
         check_groups(kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             client = build_client(self._config, Half.SCHEDULER, rank=0)
-            self._scheduler = SchedulerHalf(self._config, client, num_ranks=vllm_config.parallel_config.world_size)
+            self._scheduler = SchedulerHalf(
+                self._config, client, num_ranks=vllm_config.parallel_config.world_size
+            )
             self._client = client
 
     @property
@@ -80,7 +95,9 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._client.start()
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
         """Facts of all ranks; another connector's, under MultiConnector, are ignored."""
         ranks = [m.facts for _, m in sorted(metadata.items()) if isinstance(m, LarderHandshake)]
         if not ranks:
@@ -97,15 +114,21 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
                 self._client.state().message,
             )
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
         """The form without pipeline ranks."""
-        self.set_xfer_handshake_metadata_pp_aware({(0, rank): facts for rank, facts in metadata.items()})
+        self.set_xfer_handshake_metadata_pp_aware(
+            {(0, rank): facts for rank, facts in metadata.items()}
+        )
 
     def on_new_request(self, request: Any) -> None:
         """Start looking."""
         self._scheduling.on_new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         """(tokens that can be loaded beyond the computed ones, True) or (None, False) = ask again in the next step."""
         return self._scheduling.matched_tokens(request, num_computed_tokens)
 
@@ -122,7 +145,9 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
         if connector_output.kv_connector_worker_meta is not None:
             self._scheduling.see_worker_metadata(connector_output.kv_connector_worker_meta)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """The form for one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
@@ -154,7 +179,9 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
             names = layers_in_order(group.layer_names)
             heads = {kv_caches[name].shape[1] for name in names}
             if len(heads) != 1:
-                raise RefusedError(f"layers of KV cache group {number} have different numbers of heads, not cached here")
+                raise RefusedError(
+                    f"layers of KV cache group {number} have different numbers of heads, not cached here"
+                )
             pages.append(
                 group_pages(
                     [(name, kv_caches[name]) for name in names],
@@ -190,7 +217,9 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous; nothing waits layer by layer."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Saves take whole blocks after the step; nothing is done layer by layer."""
 
     def wait_for_save(self) -> None:
@@ -225,13 +254,19 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
                 half.shutdown()
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
         """Rebuild the counts in the front-end process."""
         return LarderStats(data=data or {})
 
     @classmethod
     def build_prom_metrics(
-        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
         """Our counters on vLLM's /metrics page."""
         return LarderPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -285,7 +320,11 @@ def _attention_of(vllm_config: Any, kv_cache_config: Any) -> tuple[str, str]:
     for group in kv_cache_config.kv_cache_groups:
         for name in group.layer_names:
             layer = layers.get(name)
-            backend = layer.get_attn_backend().get_name() if hasattr(layer, "get_attn_backend") else "unknown"
+            backend = (
+                layer.get_attn_backend().get_name()
+                if hasattr(layer, "get_attn_backend")
+                else "unknown"
+            )
             backends.add(backend)
             if current_platform.is_cpu() and backend == "CPU_ATTN":
                 sets.add(_cpu_instruction_set(vllm_config, group.kv_cache_spec))
@@ -299,7 +338,9 @@ def _cpu_instruction_set(vllm_config: Any, spec: Any) -> str:
 
     cache_dtype = vllm_config.cache_config.cache_dtype
     names = {
-        _get_attn_isa(vllm_config.model_config.dtype, layer.block_size, layer.head_size, cache_dtype)
+        _get_attn_isa(
+            vllm_config.model_config.dtype, layer.block_size, layer.head_size, cache_dtype
+        )
         for layer in iter_layer_specs(spec)
     }
     return "|".join(sorted(names))

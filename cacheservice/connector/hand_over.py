@@ -43,12 +43,21 @@ def read_hand_over(params: Any, *, longest_wait_s: float) -> HandOver | None:
     except (KeyError, TypeError, ValueError):
         return None
     numbers = [ours.get(name) for name in ("node", "epoch", "num_chunks", "wait_ms")]
-    if len(namespace) != DIGEST_BYTES or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
+    if len(namespace) != DIGEST_BYTES or not all(
+        isinstance(n, int) and not isinstance(n, bool) for n in numbers
+    ):
         return None
     node, epoch, num_chunks, wait_ms = (int(n) for n in numbers if n is not None)
-    if not (0 <= node < 1 << 16 and 0 <= epoch < 1 << 32 and 0 < num_chunks <= MAX_CHUNKS and wait_ms >= 0):
+    if not (
+        0 <= node < 1 << 16
+        and 0 <= epoch < 1 << 32
+        and 0 < num_chunks <= MAX_CHUNKS
+        and wait_ms >= 0
+    ):
         return None
-    return HandOver(NamespaceDigest(namespace), node, epoch, num_chunks, min(wait_ms / 1000, longest_wait_s))
+    return HandOver(
+        NamespaceDigest(namespace), node, epoch, num_chunks, min(wait_ms / 1000, longest_wait_s)
+    )
 
 
 def has_foreign_hand_over(params: Any) -> bool:

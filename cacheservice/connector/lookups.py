@@ -58,7 +58,9 @@ class Lookups:
         self._lock = threading.Lock()
         self._num_waiting = 0
         self._quick = ThreadPoolExecutor(NUM_QUICK_THREADS, thread_name_prefix="larder-lookup")
-        self._waiting = ThreadPoolExecutor(NUM_WAITING_THREADS, thread_name_prefix="larder-lookup-wait")
+        self._waiting = ThreadPoolExecutor(
+            NUM_WAITING_THREADS, thread_name_prefix="larder-lookup-wait"
+        )
         self._is_closed = False
 
     def start(self, request_id: str, question: LookupQuestion) -> LookupHandle | None:

@@ -113,7 +113,9 @@ class LarderWorkerMetadata(KVConnectorWorkerMetadata):
         """Merge the reports of another rank. Foreign types change nothing."""
         if not isinstance(other, LarderWorkerMetadata):
             return self
-        merged = LarderWorkerMetadata(dict(self.loads), dict(self.saves), [*self.facts, *other.facts])
+        merged = LarderWorkerMetadata(
+            dict(self.loads), dict(self.saves), [*self.facts, *other.facts]
+        )
         for load_id, load in other.loads.items():
             mine = merged.loads.get(load_id)
             merged.loads[load_id] = mine.merged_with(load) if mine else load

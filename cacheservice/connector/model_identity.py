@@ -23,7 +23,9 @@ STRIDE_BYTES = 1 << 20
 STRIDE_SAMPLE_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-UNIMPORTANT_KEYS = frozenset({"_name_or_path", "transformers_version", "id2label", "label2id", "problem_type"})
+UNIMPORTANT_KEYS = frozenset(
+    {"_name_or_path", "transformers_version", "id2label", "label2id", "problem_type"}
+)
 
 
 def identify_model(model_config: Any, load_config: Any) -> dict[str, Any]:
@@ -72,7 +74,9 @@ def digest_of_files(files: list[Path]) -> str:
 
 def digest_of_config(hf_config: Any) -> str:
     """Hex SHA-256 over the configuration as JSON, after overrides, without what does not change a computation."""
-    return hashlib.sha256(json.dumps(_canonical(hf_config.to_dict()), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(_canonical(hf_config.to_dict()), sort_keys=True).encode()
+    ).hexdigest()
 
 
 def _canonical(value: Any) -> Any:
@@ -94,7 +98,9 @@ def _uses_long_rope(model_config: Any) -> bool:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "longrope":
         return False
-    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    original = rope.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
     return original is not None and model_config.max_model_len > original
 
 
@@ -104,7 +110,7 @@ def _downloaded(model: str, revision: str | None) -> Path:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except Exception as error:  # noqa: BLE001 - any failure of the hub's library means the same: not found here
+    except Exception as error:
         raise RefusedError(
             f"the weights of model {model!r} are not found on this machine, so they can't be identified: download the model "
             "and give --model its folder"

@@ -19,7 +19,13 @@ from cacheservice.connector.checks import HASH_ALGORITHM, kind_of_group
 from cacheservice.connector.pages import GroupPages
 from cacheservice.core.keys import NamespaceDigest
 from cacheservice.core.layout import (
-    GroupKind, GroupShape, GroupSpec, NamespaceSpec, build_namespace, choose_tokens_per_chunk, num_shards_of,
+    GroupKind,
+    GroupShape,
+    GroupSpec,
+    NamespaceSpec,
+    build_namespace,
+    choose_tokens_per_chunk,
+    num_shards_of,
 )  # fmt: skip
 from cacheservice.errors import RefusedError
 
@@ -98,7 +104,11 @@ def describe_engine(
     """Collect what the scheduler half knows. Reads samples of the weight files: seconds for a large model."""
     from cacheservice.connector.model_identity import identify_model
 
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    model, cache, parallel = (
+        vllm_config.model_config,
+        vllm_config.cache_config,
+        vllm_config.parallel_config,
+    )
     facts = {
         "schema": SCHEMA_VERSION,
         "model": identify_model(model, vllm_config.load_config),
@@ -135,15 +145,25 @@ def hash_facts() -> dict[str, str]:
 
 
 def describe_rank(
-    kv_cache_config: Any, pages: Sequence[GroupPages], *, tp_rank: int, pp_rank: int, backend: str, isa: str
+    kv_cache_config: Any,
+    pages: Sequence[GroupPages],
+    *,
+    tp_rank: int,
+    pp_rank: int,
+    backend: str,
+    isa: str,
 ) -> RankFacts:
     """Describe what this rank registered; `pages[g]` is the page plan of group g."""
     groups = []
-    for number, (group, plan) in enumerate(zip(kv_cache_config.kv_cache_groups, pages, strict=True)):
+    for number, (group, plan) in enumerate(
+        zip(kv_cache_config.kv_cache_groups, pages, strict=True)
+    ):
         spec = group.kv_cache_spec
         kernel_blocks = {layer.kernel_blocks for layer in plan.layers}
         if len(kernel_blocks) != 1:
-            raise RefusedError(f"KV cache group {number} has layers of different kernel block sizes, not cached here")
+            raise RefusedError(
+                f"KV cache group {number} has layers of different kernel block sizes, not cached here"
+            )
         groups.append(
             RankGroup(
                 kind=kind_of_group(spec, f"KV cache group {number}"),
@@ -156,7 +176,9 @@ def describe_rank(
                 details=_details(spec),
             )
         )
-    return RankFacts(tp_rank, pp_rank, str(kv_cache_config.kv_cache_layout), backend, isa, tuple(groups))
+    return RankFacts(
+        tp_rank, pp_rank, str(kv_cache_config.kv_cache_layout), backend, isa, tuple(groups)
+    )
 
 
 def layers_in_order(names: Sequence[str]) -> list[str]:
@@ -164,7 +186,9 @@ def layers_in_order(names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: ([int(n) for n in re.findall(r"\d+", name)], name))
 
 
-def plan_namespace(engine: EngineFacts, ranks: Sequence[RankFacts], *, generation: str = "") -> NamespacePlan:
+def plan_namespace(
+    engine: EngineFacts, ranks: Sequence[RankFacts], *, generation: str = ""
+) -> NamespacePlan:
     """Merge the ranks into one namespace. `generation` is not empty after this engine's cache was reset.
 
     Raises RefusedError when ranks disagree or the sizes can't share a cache.
@@ -175,14 +199,18 @@ def plan_namespace(engine: EngineFacts, ranks: Sequence[RankFacts], *, generatio
     for rank in ranks[1:]:
         differ = [n for n in ("layout", "backend", "isa") if getattr(rank, n) != getattr(first, n)]
         if differ or len(rank.groups) != len(first.groups):
-            raise RefusedError(f"ranks disagree about {', '.join(differ) or 'the number of groups'}; cache refused")
+            raise RefusedError(
+                f"ranks disagree about {', '.join(differ) or 'the number of groups'}; cache refused"
+            )
     specs, described = [], []
     for number in range(len(first.groups)):
         spec, facts = _merge_group(engine, number, [rank.groups[number] for rank in ranks], ranks)
         specs.append(spec)
         described.append(facts)
     tokens_per_chunk = _chunk_size(engine, specs)
-    shapes = [GroupShape(s.kind.value, s.num_shards, s.shard_bytes(tokens_per_chunk)) for s in specs]
+    shapes = [
+        GroupShape(s.kind.value, s.num_shards, s.shard_bytes(tokens_per_chunk)) for s in specs
+    ]
     for number, shape in enumerate(shapes):
         if not 0 < shape.shard_bytes <= MAX_SHARD_BYTES:
             raise RefusedError(
@@ -197,7 +225,9 @@ def plan_namespace(engine: EngineFacts, ranks: Sequence[RankFacts], *, generatio
         "groups": described,
         "generation": generation,
     }
-    return NamespacePlan(build_namespace(facts, tokens_per_chunk=tokens_per_chunk, groups=shapes), tuple(specs))
+    return NamespacePlan(
+        build_namespace(facts, tokens_per_chunk=tokens_per_chunk, groups=shapes), tuple(specs)
+    )
 
 
 def _merge_group(
@@ -205,9 +235,18 @@ def _merge_group(
 ) -> tuple[GroupSpec, dict[str, Any]]:
     first = parts[0]
     for part in parts[1:]:
-        for name in ("kind", "block_tokens", "kernel_block_tokens", "num_heads", "is_head_major", "details"):
+        for name in (
+            "kind",
+            "block_tokens",
+            "kernel_block_tokens",
+            "num_heads",
+            "is_head_major",
+            "details",
+        ):
             if getattr(part, name) != getattr(first, name):
-                raise RefusedError(f"ranks disagree about {name} of KV cache group {number}; cache refused")
+                raise RefusedError(
+                    f"ranks disagree about {name} of KV cache group {number}; cache refused"
+                )
     by_stage = {rank.pp_rank: part for rank, part in zip(ranks, parts, strict=True)}
     layers = layers_in_order([name for part in by_stage.values() for name in part.layers])
     stage_bytes = sum(part.block_bytes for part in by_stage.values())

@@ -45,7 +45,9 @@ class GroupPages:
         return sum(layer.page_bytes for layer in self.layers)
 
 
-def group_pages(layers: Sequence[tuple[str, Any]], *, num_blocks: int, num_heads: int) -> GroupPages:
+def group_pages(
+    layers: Sequence[tuple[str, Any]], *, num_blocks: int, num_heads: int
+) -> GroupPages:
     """Read the page plan off the registered views.
 
     Each view is `[num_blocks * kernel_blocks, heads, tokens, content]` (vLLM 0.32, v1/kv_cache_interface.py
@@ -63,7 +65,13 @@ def group_pages(layers: Sequence[tuple[str, Any]], *, num_blocks: int, num_heads
         _, heads, tokens, content = view.shape
         strides = view.stride()
         payload = heads * tokens * content
-        reach = sum((size - 1) * stride for size, stride in zip(view.shape[1:], strides[1:], strict=True)) + 1
+        reach = (
+            sum(
+                (size - 1) * stride
+                for size, stride in zip(view.shape[1:], strides[1:], strict=True)
+            )
+            + 1
+        )
         if reach != payload or (kernel_blocks > 1 and strides[0] != payload):
             raise RefusedError(
                 f"layer {name}: a page is not one run of bytes (shape {tuple(view.shape)}, strides {tuple(strides)}); "
@@ -113,7 +121,9 @@ class ShardLayout:
             head_bytes = part_bytes // pages.num_heads
             for part in range(layer.kernel_blocks):
                 offset = part * part_bytes + first_head * head_bytes
-                runs.append(_Run(layer.address + offset, layer.block_stride, num_heads * head_bytes))
+                runs.append(
+                    _Run(layer.address + offset, layer.block_stride, num_heads * head_bytes)
+                )
         self.runs = tuple(runs)
         starts = [0]
         for run in runs:
@@ -153,13 +163,17 @@ class PageRuns:
         position = start - self._first_byte
         end = stop - self._first_byte
         if position < 0 or end > len(blocks) * layout.block_bytes:
-            raise IndexError(f"bytes [{start}, {stop}) are outside of the {len(blocks)} blocks of this copy")
+            raise IndexError(
+                f"bytes [{start}, {stop}) are outside of the {len(blocks)} blocks of this copy"
+            )
         parts: list[tuple[int, int, int]] = []
         at = 0
         while position < end:
             number, within = divmod(position, layout.block_bytes)
             block = blocks[number]
-            for run, run_start, run_stop in zip(layout.runs, layout.starts, layout.starts[1:], strict=False):
+            for run, run_start, run_stop in zip(
+                layout.runs, layout.starts, layout.starts[1:], strict=False
+            ):
                 if run_stop <= within:
                     continue
                 skip = within - run_start

@@ -13,5 +13,5 @@ def register() -> None:
     """Register the connector unless it is registered already. vLLM calls this once in each of its processes."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - vLLM has no public question for this
+    if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "cacheservice.connector", NAME)

@@ -165,7 +165,11 @@ class RequestState:
 
 
 def decide(
-    state: RequestState, groups: Sequence[GroupSpec], tokens_per_chunk: int, limits: Limits, now: float
+    state: RequestState,
+    groups: Sequence[GroupSpec],
+    tokens_per_chunk: int,
+    limits: Limits,
+    now: float,
 ) -> Decision:
     """What to tell vLLM, which has `state.computed_tokens` of `state.num_tokens` tokens computed now."""
     computed = state.computed_tokens
@@ -199,7 +203,13 @@ def decide(
     assert state.known is not None
     end = hit(READY, state.known.codes)
     wait_chunks, wait_until, is_hand_over = _worth_waiting_for(
-        state, end, hit(READY_OR_PENDING, state.known.codes), len(groups), tokens_per_chunk, limits, now
+        state,
+        end,
+        hit(READY_OR_PENDING, state.known.codes),
+        len(groups),
+        tokens_per_chunk,
+        limits,
+        now,
     )
     if not wait_chunks:
         return _answer(end, computed, Reason.ABSENT)
@@ -208,7 +218,11 @@ def decide(
     if state.last_wait_at is not None and now - state.last_wait_at < WAIT_POLL_S:
         return Decision(Move.WAIT, Reason.PENDING_TIMED_OUT)
     return Decision(
-        Move.LOOK_UP, Reason.PENDING_TIMED_OUT, wait_chunks=wait_chunks, wait_s=wait_until - now, is_hand_over=is_hand_over
+        Move.LOOK_UP,
+        Reason.PENDING_TIMED_OUT,
+        wait_chunks=wait_chunks,
+        wait_s=wait_until - now,
+        is_hand_over=is_hand_over,
     )
 
 
@@ -218,16 +232,26 @@ def _answer(end: int, computed: int, otherwise: Reason) -> Decision:
 
 
 def _worth_waiting_for(
-    state: RequestState, end: int, end_with_pending: int, num_groups: int, tokens_per_chunk: int, limits: Limits, now: float
+    state: RequestState,
+    end: int,
+    end_with_pending: int,
+    num_groups: int,
+    tokens_per_chunk: int,
+    limits: Limits,
+    now: float,
 ) -> tuple[int, float, bool]:
     """(number of first chunks to wait for or 0, until when, whether a hand-over promised them)."""
-    limit = len(state.keys) if state.banned_from is None else min(len(state.keys), state.banned_from)
+    limit = (
+        len(state.keys) if state.banned_from is None else min(len(state.keys), state.banned_from)
+    )
     if state.hand_over is not None:
         promised = min(state.hand_over.num_chunks, limit, MAX_LOOKUP_KEYS)
         codes = state.known.codes if state.known is not None else b""
         if promised * tokens_per_chunk > max(end, state.computed_tokens) and any(
             code not in READY
-            for code in codes[state.computed_tokens // tokens_per_chunk * num_groups : promised * num_groups]
+            for code in codes[
+                state.computed_tokens // tokens_per_chunk * num_groups : promised * num_groups
+            ]
         ):
             until = state.arrived_at + state.hand_over.wait_s
             if now < until or end_with_pending <= max(end, state.computed_tokens):

@@ -19,13 +19,32 @@ from typing import Any
 
 from cacheservice.client.values import LookupWait
 from cacheservice.connector.config import ConnectorConfig
-from cacheservice.connector.hand_over import HandOver, has_foreign_hand_over, read_hand_over, write_hand_over
+from cacheservice.connector.hand_over import (
+    HandOver,
+    has_foreign_hand_over,
+    read_hand_over,
+    write_hand_over,
+)
 from cacheservice.connector.lookups import LookupHandle, LookupQuestion, Lookups, wait_for
-from cacheservice.connector.metadata import LarderMetadata, LarderWorkerMetadata, LoadJob, SaveChunk, SaveJob
+from cacheservice.connector.metadata import (
+    LarderMetadata,
+    LarderWorkerMetadata,
+    LoadJob,
+    SaveChunk,
+    SaveJob,
+)
 from cacheservice.connector.namespace import EngineFacts, NamespacePlan, RankFacts, plan_namespace
 from cacheservice.connector.pins import Pins
 from cacheservice.connector.requests import (
-    MAX_LOOKUP_KEYS, READY_OR_PENDING, Decision, KnownPresence, Limits, Move, OpenLookup, RequestState, decide,
+    MAX_LOOKUP_KEYS,
+    READY_OR_PENDING,
+    Decision,
+    KnownPresence,
+    Limits,
+    Move,
+    OpenLookup,
+    RequestState,
+    decide,
 )  # fmt: skip
 from cacheservice.connector.stats import LarderStats, StatsRecorder
 from cacheservice.core.keys import ChunkKey, chunk_keys_of, short_hex
@@ -79,7 +98,9 @@ class SchedulerHalf:
         self._client = client
         self._num_ranks = num_ranks
         self._clock = clock
-        self._limits = Limits(lookup_s=config.deadlines.lookup_s, pending_s=config.deadlines.pending_s)
+        self._limits = Limits(
+            lookup_s=config.deadlines.lookup_s, pending_s=config.deadlines.pending_s
+        )
         self._lookups = Lookups(client)
         self._stats = StatsRecorder()
         self._engine: EngineFacts | None = None
@@ -148,7 +169,9 @@ class SchedulerHalf:
         tracked = _Tracked(request, RequestState(request.request_id, arrived_at=now))
         self._tracked[request.request_id] = tracked
         # A streaming session changes its tokens under way.
-        tracked.is_skipped = bool(request.skip_reading_prefix_cache) or bool(getattr(request, "resumable", False))
+        tracked.is_skipped = bool(request.skip_reading_prefix_cache) or bool(
+            getattr(request, "resumable", False)
+        )
         tracked.state.saves_forbidden = bool(getattr(request, "resumable", False))
         if self._plan is None:
             return
@@ -158,7 +181,9 @@ class SchedulerHalf:
             if hand_over is None or hand_over.namespace != self._plan.digest:
                 tracked.is_foreign = True
                 self._stats.event("foreign_hand_overs")
-                logger.debug("hand-over of another namespace ignored request=%s", request.request_id)
+                logger.debug(
+                    "hand-over of another namespace ignored request=%s", request.request_id
+                )
             else:
                 tracked.state.hand_over = hand_over
         if tracked.is_skipped or not self._client.state().connected:
@@ -183,12 +208,18 @@ class SchedulerHalf:
             state.asked_at = now
         self._see_tokens(tracked)
         for _ in range(3):
-            self._wait_budget_s = wait_for(tracked.handle, self._wait_budget_s) if tracked.handle else self._wait_budget_s
+            self._wait_budget_s = (
+                wait_for(tracked.handle, self._wait_budget_s)
+                if tracked.handle
+                else self._wait_budget_s
+            )
             self._take_answer(tracked)
             if state.lookup is None and not self._client.state().connected:
                 state.reason = Reason.AGENT_DOWN
                 return 0, False
-            decision = decide(state, self._plan.groups, self._plan.tokens_per_chunk, self._limits, self._clock())
+            decision = decide(
+                state, self._plan.groups, self._plan.tokens_per_chunk, self._limits, self._clock()
+            )
             state.reason = decision.reason
             if decision.move is Move.ANSWER:
                 state.offered = decision.tokens
@@ -198,7 +229,9 @@ class SchedulerHalf:
         self._stats.event("none_answers")
         return None, False
 
-    def after_alloc(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
+    def after_alloc(
+        self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> None:
         """vLLM has allocated; load exactly so many tokens from the computed ones on, or nothing."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
@@ -206,7 +239,9 @@ class SchedulerHalf:
         state = tracked.state
         if num_external_tokens <= 0:
             if state.load_id is None or state.asked_at is not None:
-                self._settle(tracked, Reason.LOCAL if state.reason is Reason.HIT else state.reason, 0)
+                self._settle(
+                    tracked, Reason.LOCAL if state.reason is Reason.HIT else state.reason, 0
+                )
             return
         assert self._plan is not None
         tokens = self._plan.tokens_per_chunk
@@ -269,15 +304,26 @@ class SchedulerHalf:
         """Count the chunks of a finished request that were computed here and never handed to the ranks."""
         assert self._plan is not None
         state, request, tokens = tracked.state, tracked.request, self._plan.tokens_per_chunk
-        complete = min(min(request.num_computed_tokens, request.num_tokens) // tokens, len(state.keys))
+        complete = min(
+            min(request.num_computed_tokens, request.num_tokens) // tokens, len(state.keys)
+        )
         unsaved = sum(self._is_wanted(state, number) for number in range(state.next_save, complete))
         if not unsaved:
             return
         reason = Reason.SHED if self._client.state().connected else Reason.AGENT_DOWN
         self._stats.event("shed_chunks", unsaved)
-        self._stats.outcome(OutcomeKind.SAVE, reason, asked=unsaved * tokens, served=0, duration_s=0.0)
-        self._client.report(Outcome(OutcomeKind.SAVE, reason, state.request_id, unsaved * tokens, 0, 0))
-        logger.debug("chunks not saved request=%s chunks=%d reason=%s", state.request_id, unsaved, reason.label)
+        self._stats.outcome(
+            OutcomeKind.SAVE, reason, asked=unsaved * tokens, served=0, duration_s=0.0
+        )
+        self._client.report(
+            Outcome(OutcomeKind.SAVE, reason, state.request_id, unsaved * tokens, 0, 0)
+        )
+        logger.debug(
+            "chunks not saved request=%s chunks=%d reason=%s",
+            state.request_id,
+            unsaved,
+            reason.label,
+        )
 
     # ------------------------------------------------------------------ steps
 
@@ -326,7 +372,13 @@ class SchedulerHalf:
                     state.next_save += 1
                     continue
                 ids = tuple(
-                    tuple(group_ids[number * tokens // group.block_tokens : (number + 1) * tokens // group.block_tokens])
+                    tuple(
+                        group_ids[
+                            number * tokens // group.block_tokens : (number + 1)
+                            * tokens
+                            // group.block_tokens
+                        ]
+                    )
                     for group, group_ids in zip(self._plan.groups, table, strict=True)
                 )
                 if any(0 in group_ids for group_ids in ids):  # the null block: these pages are gone
@@ -336,7 +388,17 @@ class SchedulerHalf:
                 if not self._pins.has_room(num_blocks + size):
                     break  # tried again in the next step, unless the request ends before
                 num_blocks += size
-                chosen.append((request_id, SaveChunk(state.keys[number], state.keys[number - 1] if number else None, number, ids)))
+                chosen.append(
+                    (
+                        request_id,
+                        SaveChunk(
+                            state.keys[number],
+                            state.keys[number - 1] if number else None,
+                            number,
+                            ids,
+                        ),
+                    )
+                )
                 self._remember(state.keys[number])
                 state.next_save += 1
         for start in range(0, len(chosen), MAX_CHUNKS_PER_SAVE):
@@ -352,7 +414,9 @@ class SchedulerHalf:
             namespace=self._plan.digest,
             chunks=tuple(chunk for _, chunk in chosen),
         )
-        blocks = [block for chunk in job.chunks for group_ids in chunk.block_ids for block in group_ids]
+        blocks = [
+            block for chunk in job.chunks for group_ids in chunk.block_ids for block in group_ids
+        ]
         self._pins.pin(job.save_id, blocks, num_ranks=self._num_ranks)
         self._open_saves[job.save_id] = job
         metadata.saves.append(job)
@@ -441,11 +505,16 @@ class SchedulerHalf:
         request, state = tracked.request, tracked.state
         hash_tokens = self._engine.hash_block_tokens
         step = self._plan.tokens_per_chunk // hash_tokens
-        if len(request.block_hashes) // step == len(state.keys) and request.num_preemptions == state.num_preemptions:
+        if (
+            len(request.block_hashes) // step == len(state.keys)
+            and request.num_preemptions == state.num_preemptions
+        ):
             state.num_tokens = request.num_tokens
             return
         keys = chunk_keys_of(
-            request.block_hashes, hash_block_tokens=hash_tokens, tokens_per_chunk=self._plan.tokens_per_chunk
+            request.block_hashes,
+            hash_block_tokens=hash_tokens,
+            tokens_per_chunk=self._plan.tokens_per_chunk,
         )
         state.see_tokens(keys, request.num_tokens, request.num_preemptions)
 
@@ -465,7 +534,9 @@ class SchedulerHalf:
             wait_num_chunks=decision.wait_chunks,
             wait_s=decision.wait_s,
             owner=state.hand_over.owner if state.hand_over is not None else None,
-            deadline_s=decision.wait_s + self._limits.lookup_s if decision.wait_s else self._limits.lookup_s,
+            deadline_s=decision.wait_s + self._limits.lookup_s
+            if decision.wait_s
+            else self._limits.lookup_s,
         )
         self._drop_lookup(tracked)
         handle = self._lookups.start(state.request_id, question)
@@ -493,10 +564,16 @@ class SchedulerHalf:
         answer = handle.answer
         if answer is None or answer.reason is not None:
             state.lookup = None
-            reason = answer.reason if answer is not None and answer.reason is not None else Reason.INTERNAL
+            reason = (
+                answer.reason
+                if answer is not None and answer.reason is not None
+                else Reason.INTERNAL
+            )
             state.see_failure(reason, self._clock())
             return
-        state.see_answer(KnownPresence(answer.presence, self._clock(), answer.epoch, answer.lease_id))
+        state.see_answer(
+            KnownPresence(answer.presence, self._clock(), answer.epoch, answer.lease_id)
+        )
         if state.asked_at is None and (lease := state.take_lease()):
             self._client.release(lease)  # the question has ended without it
 
@@ -515,12 +592,25 @@ class SchedulerHalf:
             self._client.release(lease)
         started = state.asked_at if state.asked_at is not None else now
         state.asked_at = None
-        asked_tokens = len(state.keys) * (self._plan.tokens_per_chunk if self._plan is not None else 0)
+        asked_tokens = len(state.keys) * (
+            self._plan.tokens_per_chunk if self._plan is not None else 0
+        )
         self._stats.outcome(
-            OutcomeKind.LOOKUP, reason, asked=asked_tokens, served=served_tokens, duration_s=now - started
+            OutcomeKind.LOOKUP,
+            reason,
+            asked=asked_tokens,
+            served=served_tokens,
+            duration_s=now - started,
         )
         self._client.report(
-            Outcome(OutcomeKind.LOOKUP, reason, state.request_id, asked_tokens, served_tokens, round((now - started) * 1000))
+            Outcome(
+                OutcomeKind.LOOKUP,
+                reason,
+                state.request_id,
+                asked_tokens,
+                served_tokens,
+                round((now - started) * 1000),
+            )
         )
         logger.debug(
             "lookup ended request=%s reason=%s asked_tokens=%d computed_tokens=%d served_tokens=%d",

@@ -9,7 +9,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from cacheservice.core.outcomes import OutcomeKind, Reason
 
@@ -30,7 +33,7 @@ class LarderStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {}
+        self.data: dict[str, float] = {}
 
     def aggregate(self, other: KVConnectorStats) -> LarderStats:
         """Add the sums of another half or rank."""
@@ -55,7 +58,14 @@ class StatsRecorder:
         self._sums: dict[str, float] = {}
 
     def outcome(
-        self, kind: OutcomeKind, reason: Reason, *, asked: int, served: int, duration_s: float, num_bytes: int = 0
+        self,
+        kind: OutcomeKind,
+        reason: Reason,
+        *,
+        asked: int,
+        served: int,
+        duration_s: float,
+        num_bytes: int = 0,
     ) -> None:
         """Count one ended lookup, load or save."""
         name = KINDS[kind]
@@ -87,7 +97,11 @@ class LarderPromMetrics(KVConnectorPromMetrics):
     """Counters on vLLM's /metrics page, with vLLM's own labels first."""
 
     def __init__(
-        self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._outcomes = self._counter_cls(
@@ -99,14 +113,18 @@ class LarderPromMetrics(KVConnectorPromMetrics):
             labelnames=[*labelnames, "kind", "what"],
         )  # fmt: skip
         self._bytes = self._counter_cls(
-            name=BYTES, documentation="Bytes of KV cache loaded and saved.", labelnames=[*labelnames, "kind"]
+            name=BYTES,
+            documentation="Bytes of KV cache loaded and saved.",
+            labelnames=[*labelnames, "kind"],
         )
         self._seconds = self._counter_cls(
             name=SECONDS, documentation="Time that lookups, loads and saves took, all added up, in seconds.",
             labelnames=[*labelnames, "kind"],
         )  # fmt: skip
         self._events = self._counter_cls(
-            name=EVENTS, documentation="Other things worth counting.", labelnames=[*labelnames, "event"]
+            name=EVENTS,
+            documentation="Other things worth counting.",
+            labelnames=[*labelnames, "event"],
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

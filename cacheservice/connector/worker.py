@@ -19,7 +19,12 @@ from typing import Any
 from cacheservice.client.values import ShardRead, ShardWrite
 from cacheservice.connector.config import ConnectorConfig
 from cacheservice.connector.metadata import (
-    LarderMetadata, LarderWorkerMetadata, LoadJob, LoadReport, SaveJob, SaveReport,
+    LarderMetadata,
+    LarderWorkerMetadata,
+    LoadJob,
+    LoadReport,
+    SaveJob,
+    SaveReport,
 )  # fmt: skip
 from cacheservice.connector.namespace import NamespacePlan, RankFacts
 from cacheservice.connector.pages import GroupPages, PageRuns, ShardLayout
@@ -34,7 +39,6 @@ NUM_SAVE_THREADS = 2
 PIN_MARGIN_S = 1.0
 """A save is given up so long before its pins must be released, for the commit or abort that follows."""
 STORED = (Reason.HIT, Reason.DUPLICATE)
-
 
 
 class WorkerHalf:
@@ -75,7 +79,9 @@ class WorkerHalf:
         if metadata.plan is None:
             return
         self._plan = metadata.plan
-        self._shards = tuple(self._shards_of(metadata.plan, g) for g in range(len(metadata.plan.groups)))
+        self._shards = tuple(
+            self._shards_of(metadata.plan, g) for g in range(len(metadata.plan.groups))
+        )
         self._client.open_namespace(metadata.plan.spec)
 
     def start_loads(self, metadata: LarderMetadata) -> None:
@@ -94,8 +100,14 @@ class WorkerHalf:
             ended, self._ended_loads = self._ended_loads, {}
         failed = set()
         for request_id, (job, report) in ended.items():
-            if report.first_failed_chunk is None and self._plan is not None and job.namespace != self._plan.digest:
-                report = LoadReport(1, job.first_chunk, Reason.CANCELLED)  # the cache was reset meanwhile
+            if (
+                report.first_failed_chunk is None
+                and self._plan is not None
+                and job.namespace != self._plan.digest
+            ):
+                report = LoadReport(
+                    1, job.first_chunk, Reason.CANCELLED
+                )  # the cache was reset meanwhile
             if report.first_failed_chunk is not None:
                 failed.add(request_id)
             self._load_reports[job.load_id] = report
@@ -153,7 +165,11 @@ class WorkerHalf:
         results = self._client.retrieve(
             job.namespace, reads, lookup_lease=job.lookup_lease, epoch=job.epoch, deadline_s=left_s
         )
-        failed = [(chunk, r.reason) for chunk, r in zip(chunk_of, results, strict=True) if r.reason is not Reason.HIT]
+        failed = [
+            (chunk, r.reason)
+            for chunk, r in zip(chunk_of, results, strict=True)
+            if r.reason is not Reason.HIT
+        ]
         num_bytes = sum(r.num_bytes for r in results)
         if not failed:
             return None, Reason.HIT, num_bytes
@@ -168,10 +184,17 @@ class WorkerHalf:
         for number, key in enumerate(job.chunks, job.first_chunk):
             for g, group in enumerate(plan.groups):
                 if job.start_token % group.block_tokens:
-                    return [], []  # vLLM asks for whole blocks; anything else would overwrite a block it shares
+                    return (
+                        [],
+                        [],
+                    )  # vLLM asks for whole blocks; anything else would overwrite a block it shares
                 start = max(job.start_token, number * tokens)
-                stop = min(-(-job.stop_token // group.block_tokens) * group.block_tokens, (number + 1) * tokens)
-                first_block, last_block = (start - number * tokens) // group.block_tokens, (stop - number * tokens) // group.block_tokens
+                stop = min(
+                    -(-job.stop_token // group.block_tokens) * group.block_tokens,
+                    (number + 1) * tokens,
+                )
+                first_block = (start - number * tokens) // group.block_tokens
+                last_block = (stop - number * tokens) // group.block_tokens
                 offset = (start - job.start_token) // group.block_tokens
                 blocks = job.block_ids[g][offset : offset + last_block - first_block]
                 if len(blocks) != last_block - first_block or 0 in blocks:
@@ -180,7 +203,11 @@ class WorkerHalf:
                     size = plan.spec.groups[g].shard_bytes
                     first_byte = first_block * layout.block_bytes
                     sink = PageRuns(layout, blocks, first_byte=first_byte)
-                    reads.append(ShardRead(key, g, shard, size, first_byte, last_block * layout.block_bytes, sink))
+                    reads.append(
+                        ShardRead(
+                            key, g, shard, size, first_byte, last_block * layout.block_bytes, sink
+                        )
+                    )
                     chunk_of.append(number)
         return reads, chunk_of
 
@@ -197,7 +224,13 @@ class WorkerHalf:
             self._ended_saves[job.save_id] = SaveReport(1, reason in STORED)
         tokens = self._plan.tokens_per_chunk if self._plan is not None else 0
         self._count(
-            OutcomeKind.SAVE, reason, job.request_id, len(job.chunks) * tokens, num_stored * tokens, started, num_bytes
+            OutcomeKind.SAVE,
+            reason,
+            job.request_id,
+            len(job.chunks) * tokens,
+            num_stored * tokens,
+            started,
+            num_bytes,
         )
 
     def _copy_out(self, job: SaveJob, submitted_at: float) -> tuple[Reason, int, int]:
@@ -219,7 +252,7 @@ class WorkerHalf:
         results = self._client.store(job.namespace, writes, deadline_s=left_s, give_up=gives_up)
         failed = [r.reason for r in results if r.reason not in STORED]
         num_bytes = sum(r.num_bytes for r in results)
-        stored = {w.number for w, r in zip(writes, results, strict=True) if r.reason is Reason.HIT}
+        stored = {w.chunk for w, r in zip(writes, results, strict=True) if r.reason is Reason.HIT}
         if failed:
             return failed[0], num_bytes, len(stored)
         return (Reason.HIT if stored else Reason.DUPLICATE), num_bytes, len(stored)
@@ -232,7 +265,11 @@ class WorkerHalf:
                 for shard, layout in self._shards[g]:
                     if self._is_writer(plan, g, chunk.number):
                         source = PageRuns(layout, chunk.block_ids[g])
-                        writes.append(ShardWrite(chunk.key, chunk.parent, chunk.number, g, shard, size, source))
+                        writes.append(
+                            ShardWrite(
+                                chunk.key, chunk.parent, chunk.number, g, shard, size, source
+                            )
+                        )
         return writes
 
     # ------------------------------------------------------------------ shards of this rank
@@ -248,7 +285,8 @@ class WorkerHalf:
         heads = pages.num_heads // per_rank
         first = self._facts.tp_rank // replicas * per_rank
         return tuple(
-            (first + i, ShardLayout(pages, first_head=i * heads, num_heads=heads)) for i in range(per_rank)
+            (first + i, ShardLayout(pages, first_head=i * heads, num_heads=heads))
+            for i in range(per_rank)
         )
 
     def _num_replicas(self, plan: NamespacePlan, group: int) -> int:
@@ -265,11 +303,22 @@ class WorkerHalf:
         return chunk_number % replicas == self._facts.tp_rank % replicas
 
     def _count(
-        self, kind: OutcomeKind, reason: Reason, request_id: str, asked: int, served: int, started: float, num_bytes: int
+        self,
+        kind: OutcomeKind,
+        reason: Reason,
+        request_id: str,
+        asked: int,
+        served: int,
+        started: float,
+        num_bytes: int,
     ) -> None:
         duration_s = self._clock() - started
-        self._stats.outcome(kind, reason, asked=asked, served=served, duration_s=duration_s, num_bytes=num_bytes)
-        self._client.report(Outcome(kind, reason, request_id, asked, served, round(duration_s * 1000), num_bytes))
+        self._stats.outcome(
+            kind, reason, asked=asked, served=served, duration_s=duration_s, num_bytes=num_bytes
+        )
+        self._client.report(
+            Outcome(kind, reason, request_id, asked, served, round(duration_s * 1000), num_bytes)
+        )
         logger.debug(
             "%s ended request=%s reason=%s tokens=%d bytes=%d ms=%.1f",
             kind.name.lower(), request_id, reason.label, asked, num_bytes, duration_s * 1000,

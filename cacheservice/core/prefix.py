@@ -47,7 +47,17 @@ def hit_tokens(
     for chunks in range(num_chunks, first, -1):
         end = chunks * tokens_per_chunk
         if all(
-            _can_resume(group, index, num_groups, presence, there, tokens_per_chunk, computed_tokens, end, num_tokens)
+            _can_resume(
+                group,
+                index,
+                num_groups,
+                presence,
+                there,
+                tokens_per_chunk,
+                computed_tokens,
+                end,
+                num_tokens,
+            )
             for index, group in enumerate(groups)
         ):
             return end
@@ -63,7 +73,10 @@ def _can_resume(
         case GroupKind.FULL | GroupKind.MLA:
             return True  # the caller cut the chunks at the first gap
         case GroupKind.RECURRENT:
-            return end < num_tokens and presence[(end // tokens_per_chunk - 1) * num_groups + index] in there
+            return (
+                end < num_tokens
+                and presence[(end // tokens_per_chunk - 1) * num_groups + index] in there
+            )
         case GroupKind.SLIDING_WINDOW:
             assert group.window_tokens is not None
             start = end - (group.window_tokens - 1)
