@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from cacheservice.agent.config import build_config
 from cacheservice.agent.serve import Agent
@@ -61,7 +61,9 @@ class AgentProcess:
     ) -> None:
         """`tcp` listens on a free loopback port (with --insecure unless `args` name certificates) and advertises it."""
         # Not pytest's tmp_path: a unix socket's path may have 107 bytes at most.
-        self._folder = None if socket_dir is not None else Path(tempfile.mkdtemp(prefix="larder-agent-"))
+        self._folder = (
+            None if socket_dir is not None else Path(tempfile.mkdtemp(prefix="larder-agent-"))
+        )
         self.socket_dir = socket_dir or self._folder
         assert self.socket_dir is not None
         self.address = f"{LOOPBACK}:{free_port()}" if tcp else None
@@ -111,7 +113,11 @@ class AgentProcess:
         assert self._process is None, "this agent runs already"
         with self._log_path.open("a") as log:
             self._process = subprocess.Popen(
-                self._command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True
+                self._command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                text=True,
             )
         assert self._process.stdout is not None
         # EOF when it dies, so this ends either way.
@@ -173,11 +179,14 @@ class AgentProcess:
         process.stdout.close()
         return code
 
-    def __enter__(self) -> AgentProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -190,7 +199,13 @@ def local_agent(*, index: Index | None = None, **fields: Any) -> Iterator[Agent]
     process see each other; they then need `listen="127.0.0.1:0", insecure=True`.
     """
     folder = Path(tempfile.mkdtemp(prefix="larder-agent-"))
-    values = {"socket_dir": folder, "cpu": "16Mi", "drain_seconds": 2, "node": folder.name, **fields}
+    values = {
+        "socket_dir": folder,
+        "cpu": "16Mi",
+        "drain_seconds": 2,
+        "node": folder.name,
+        **fields,
+    }
     agent = Agent(build_config(values), index=index)
     try:
         agent.start()
@@ -213,7 +228,10 @@ def tcp_target_of(agent: Agent) -> AgentTarget:
 
 
 def a_namespace(
-    *, shard_bytes: Sequence[int] = (300_000,), num_shards: Sequence[int] | None = None, name: str = "test"
+    *,
+    shard_bytes: Sequence[int] = (300_000,),
+    num_shards: Sequence[int] | None = None,
+    name: str = "test",
 ) -> NamespaceSpec:
     """A namespace with one full-attention group per entry."""
     counts = num_shards or [1] * len(shard_bytes)
@@ -221,7 +239,9 @@ def a_namespace(
     return build_namespace({"name": name}, tokens_per_chunk=256, groups=groups)
 
 
-def wait_until(condition: Callable[[], object], *, timeout_s: float = 20.0, what: str = "the condition") -> None:
+def wait_until(
+    condition: Callable[[], object], *, timeout_s: float = 20.0, what: str = "the condition"
+) -> None:
     """Poll until `condition` is true; fails the test after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():

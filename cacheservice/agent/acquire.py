@@ -1,7 +1,8 @@
 """Acquires: a lease on shards, answered as they become ready, until the deadline.
 
-Every shard is answered once: ready (now, when its writer commits, or when it was pulled), or with the reason why not. The
-lease covers what was answered ready; it is given back when the caller goes away before the end. Called by `service.py`.
+Every shard is answered once: ready (now, when its writer commits, or when it was pulled), or with the reason why not.
+The lease covers what was answered ready; it is given back when the caller goes away before the end. Called by
+`service.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Answered:
 
     lease_id: int
     ready: list[tuple[int, ReadyShard]]
-    failed: list[tuple[int, cache_pb2.AcquireResult.ValueType]]
+    failed: list[tuple[int, cache_pb2.AcquireResult]]
 
 
 @dataclass(slots=True)
@@ -48,7 +49,9 @@ class _Open:
 class Acquires:
     """Holds no state of calls. Thread-safe."""
 
-    def __init__(self, guarded: GuardedStore, pulls: PeerPulls, waiting_calls: WaitingCalls) -> None:
+    def __init__(
+        self, guarded: GuardedStore, pulls: PeerPulls, waiting_calls: WaitingCalls
+    ) -> None:
         self._guarded = guarded
         self._pulls = pulls
         self._waiting_calls = waiting_calls
@@ -72,7 +75,9 @@ class Acquires:
             if answer.ready or not still_open.positions:
                 yield from _in_parts(answer.lease_id, answer.ready, [])
             if still_open.positions:
-                yield from self._rest(session, spec, shards, answer, still_open, deadline_s, is_active)
+                yield from self._rest(
+                    session, spec, shards, answer, still_open, deadline_s, is_active
+                )
             is_done = True
         finally:
             if not is_done or not is_active():
@@ -97,13 +102,18 @@ class Acquires:
                 if session.hello.role != "peer" and self._guarded.clock() < deadline_s:
                     self._pull(spec, shards, still_open, absent, deadline_s)
                 ready: list[tuple[int, ReadyShard]] = []
-                failed: list[tuple[int, cache_pb2.AcquireResult.ValueType]] = []
+                failed: list[tuple[int, cache_pb2.AcquireResult]] = []
                 with self._guarded.waiting() as (store, sleep):
                     while is_active():
                         now_s = self._guarded.clock()
                         positions = sorted(still_open.positions)
                         answer = store.extend_lease(
-                            session.id, first.lease_id, spec.digest, positions, [shards[p] for p in positions], now_s
+                            session.id,
+                            first.lease_id,
+                            spec.digest,
+                            positions,
+                            [shards[p] for p in positions],
+                            now_s,
                         )
                         ready = answer.ready
                         is_over = now_s >= deadline_s
@@ -148,9 +158,9 @@ class Acquires:
 
 def _judge(
     answer: AcquireAnswer, shards: Sequence[ShardName], still_open: _Open, *, may_pull: bool
-) -> tuple[list[tuple[int, cache_pb2.AcquireResult.ValueType]], list[int]]:
+) -> tuple[list[tuple[int, cache_pb2.AcquireResult]], list[int]]:
     """Of the absent ones: those that failed, and those that may still be pulled."""
-    failed: list[tuple[int, cache_pb2.AcquireResult.ValueType]] = []
+    failed: list[tuple[int, cache_pb2.AcquireResult]] = []
     to_pull: list[int] = []
     for position in answer.absent:
         ticket = still_open.pulled.get(position)
@@ -168,7 +178,7 @@ def _judge(
 def _in_parts(
     lease_id: int,
     ready: list[tuple[int, ReadyShard]],
-    failed: list[tuple[int, cache_pb2.AcquireResult.ValueType]],
+    failed: list[tuple[int, cache_pb2.AcquireResult]],
 ) -> Iterator[Answered]:
     for start in range(0, max(len(ready), 1), _MAX_PER_ANSWER):
         part = ready[start : start + _MAX_PER_ANSWER]

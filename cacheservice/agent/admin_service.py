@@ -1,3 +1,4 @@
+# ruff: noqa: ARG002, N802 - names and arguments are those of the generated base class
 """What operators may ask and do. Who may call it is checked in `tls.py`, through the interceptor."""
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ Context = grpc.ServicerContext
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """`cacheservice.v1.AdminService`. Thread-safe; holds no state of calls."""
 
-    def __init__(self, guarded: GuardedStore, registry: SessionRegistry, *, drain: Callable[[], None]) -> None:
+    def __init__(
+        self, guarded: GuardedStore, registry: SessionRegistry, *, drain: Callable[[], None]
+    ) -> None:
         self._guarded = guarded
         self._registry = registry
         self._drain = drain
 
-    def ListNamespaces(  # noqa: N802
+    def ListNamespaces(
         self, request: admin_pb2.ListNamespacesRequest, context: Context
     ) -> admin_pb2.ListNamespacesResponse:
         """Open namespaces."""
@@ -51,7 +54,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             )  # fmt: skip
         return response
 
-    def ListEngines(  # noqa: N802
+    def ListEngines(
         self, request: admin_pb2.ListEnginesRequest, context: Context
     ) -> admin_pb2.ListEnginesResponse:
         """Live sessions."""
@@ -66,7 +69,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             engines=[_engine(s, holdings[s.id], now_s) for s in sessions if s.id in holdings]
         )
 
-    def ListShards(  # noqa: N802
+    def ListShards(
         self, request: admin_pb2.ListShardsRequest, context: Context
     ) -> admin_pb2.ListShardsResponse:
         """Shards of one chunk."""
@@ -81,18 +84,18 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 state=admin_pb2.SHARD_STATE_READY if shard.is_ready else admin_pb2.SHARD_STATE_PENDING,
                 extent=cache_pb2.Extent(offset=shard.offset, length=shard.length),
                 num_leases=shard.num_leases, writer_name=shard.writer_name,
-                writer_role=ROLE_NUMBERS.get(shard.writer_role, 0),  # type: ignore[arg-type]
+                writer_role=ROLE_NUMBERS.get(shard.writer_role, 0),
             )  # fmt: skip
         return response
 
-    def Evict(  # noqa: N802
-        self, request: admin_pb2.EvictRequest, context: Context
-    ) -> admin_pb2.EvictResponse:
+    def Evict(self, request: admin_pb2.EvictRequest, context: Context) -> admin_pb2.EvictResponse:
         """Evict what no lease holds."""
         digest = parse_digest(request.namespace_digest) if request.namespace_digest else None
         chunks = parse_keys(request.chunk_keys)
         if chunks and digest is None:
-            raise InvalidRequest("chunk_keys need their namespace_digest; give it, or leave the keys out to evict all")
+            raise InvalidRequest(
+                "chunk_keys need their namespace_digest; give it, or leave the keys out to evict all"
+            )
         with self._guarded.changing() as store:
             answer = store.evict(digest, chunks or None)
         _log.info(
@@ -103,7 +106,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             num_chunks=answer.num_chunks, num_bytes=answer.num_bytes, num_leased=answer.num_leased
         )
 
-    def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:  # noqa: N802
+    def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
         """Start to drain."""
         self._drain()
         return admin_pb2.DrainResponse()

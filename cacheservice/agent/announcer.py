@@ -1,8 +1,8 @@
 """Tells the index what this agent holds, behind the backs of callers.
 
-Invariants: the map of what is to be told is bounded (above it, everything is told again later); one thread speaks to the
-index, so announcements of one chunk never overtake each other; while the index is away the agent serves on. Called by
-`serve.py`; the guarded store reports changes.
+Invariants: the map of what is to be told is bounded (above it, everything is told again later); one thread speaks to
+the index, so announcements of one chunk never overtake each other; while the index is away the agent serves on.
+Called by `serve.py`; the guarded store reports changes.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ class Announcer:
                 elif now_s >= next_beat_s:
                     next_beat_s = now_s + _HEARTBEAT_S
                     if self._index.heartbeat():
-                        _log.warning("index lost our entries; announcing again node=%d", self.node_number)
+                        _log.warning(
+                            "index lost our entries; announcing again node=%d", self.node_number
+                        )
                         self._note_all(spread_s=1.0)
                         self._join()  # what it lost may include our number
                 if now_s >= next_refresh_s:
@@ -123,9 +125,11 @@ class Announcer:
                 failures += 1
                 if failures == 1:
                     _log.warning("index unavailable; serving what is here error=%s", error)
-                self._stopping.wait(min(_MAX_BACK_OFF_S, 0.25 * 2 ** min(failures, 5)) * random.uniform(0.5, 1.0))
+                self._stopping.wait(
+                    min(_MAX_BACK_OFF_S, 0.25 * 2 ** min(failures, 5)) * random.uniform(0.5, 1.0)
+                )
                 continue
-            except Exception:
+            except Exception:  # noqa: BLE001
                 # The outermost frame of the thread: our bug must not end announcements for good.
                 _log.exception("announcer failed; trying again")
                 self._stopping.wait(1.0)
@@ -139,7 +143,12 @@ class Announcer:
     def _join(self) -> None:
         number = self._index.join(name=self._node_name, address=self._address, epoch=self._epoch)
         if number != self.node_number:
-            _log.info("joined the index node=%s number=%d epoch=%08x", self._node_name, number, self._epoch)
+            _log.info(
+                "joined the index node=%s number=%d epoch=%08x",
+                self._node_name,
+                number,
+                self._epoch,
+            )
             self.node_number = number
         self._note_all(spread_s=0.0)
 
@@ -163,7 +172,9 @@ class Announcer:
             self._send(batch)
             # Only a long list is slowed down, so that agents that all come back do not drown the index.
             if len(batch) == BATCH:
-                self._stopping.wait(max(0.0, BATCH / _REANNOUNCED_PER_S - (self._clock() - started_s)))
+                self._stopping.wait(
+                    max(0.0, BATCH / _REANNOUNCED_PER_S - (self._clock() - started_s))
+                )
 
     def _take_batch(self) -> list[Announcement]:
         with self._lock:
@@ -187,13 +198,17 @@ class Announcer:
                     held = [Announcement(ns, chunk, 0) for ns, chunk, _ in store.all_held()]
                 for batch in _batches(held):
                     if self._clock() >= self._deadline:
-                        _log.warning("drain ran out of time; entries left to expire num=%d", len(held))
+                        _log.warning(
+                            "drain ran out of time; entries left to expire num=%d", len(held)
+                        )
                         break
                     self._index.announce(batch)
                 self._index.leave()
             self._withdrawn.set()
         except IndexUnavailable as error:
-            _log.warning("index unavailable at drain; our entries expire by themselves error=%s", error)
+            _log.warning(
+                "index unavailable at drain; our entries expire by themselves error=%s", error
+            )
 
 
 def _batches(items: Sequence[Announcement]) -> Iterable[Sequence[Announcement]]:

@@ -70,7 +70,9 @@ def build_arena(size_bytes: int, *, threads: int = min(8, os.cpu_count() or 1)) 
     try:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, size_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(
+            fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
         arena = Arena(fd, size_bytes)
     except OSError:
         os.close(fd)
@@ -86,7 +88,7 @@ def build_arena(size_bytes: int, *, threads: int = min(8, os.cpu_count() or 1)) 
             "a larger memory limit"
         ) from error
     took = time.monotonic() - started
-    _log.info("arena ready size_bytes=%d seconds=%.2f gb_per_s=%.2f", size_bytes, took, size_bytes / 1e9 / max(took, 1e-9))
+    _log.info("arena ready size_bytes=%d seconds=%.2f", size_bytes, took)
     return arena
 
 
@@ -119,7 +121,11 @@ def _memory_left() -> Iterator[tuple[str, int, str]]:
             left = int(limit) - used
         except (OSError, ValueError):
             continue
-        yield f"the memory limit of cgroup {folder}", left, "give a smaller --cpu or a larger memory limit to the pod"
+        yield (
+            f"the memory limit of cgroup {folder}",
+            left,
+            "give a smaller --cpu or a larger memory limit to the pod",
+        )
 
 
 def _cgroup_folders() -> Iterator[Path]:
@@ -166,7 +172,9 @@ def _prefault(arena: Arena, threads: int) -> None:
                 done_bytes += length
                 if done_bytes - told_bytes >= _GIB:
                     told_bytes = done_bytes
-                    _log.info("arena prefault done_bytes=%d of_bytes=%d", done_bytes, arena.size_bytes)
+                    _log.info(
+                        "arena prefault done_bytes=%d of_bytes=%d", done_bytes, arena.size_bytes
+                    )
 
     workers = [threading.Thread(target=touch, name=f"prefault-{i}") for i in range(threads)]
     for worker in workers:

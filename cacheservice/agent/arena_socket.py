@@ -1,8 +1,8 @@
 """Hands the arena over: the second unix socket of an agent.
 
 A client says who it is (its session token), gets the descriptor of the arena by SCM_RIGHTS, and keeps the connection
-open as long as it has the arena mapped: the EOF here is the only proof that nobody writes through that mapping any more.
-One thread serves all connections; none of them ever blocks it. Called by `serve.py`; the client's side is
+open as long as it has the arena mapped: the EOF here is the only proof that nobody writes through that mapping any
+more. One thread serves all connections; none of them ever blocks it. Called by `serve.py`; the client's side is
 `cacheservice/client/shared_memory.py`.
 
 Protocol, little-endian. Hello, 24 bytes: b"LRDR", u16 version, u16 zero, 16 bytes of session token. Answer, 24 bytes:
@@ -92,7 +92,9 @@ class ArenaSocket:
 
     def start(self) -> None:
         """Bind and serve. The caller has removed a stale socket and sets the mode."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        listener = socket.socket(
+            socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
         listener.bind(str(self._path))
         listener.listen(64)
         self._listener = listener

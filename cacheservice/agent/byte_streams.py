@@ -3,8 +3,8 @@
 Copies run without the core lock. A reader's bytes are covered by its lease, which is looked at again after the last
 frame; a writer's extent is held by the store while a call writes to it. Called by `service.py`.
 
-The fast bulk path between agents (plain sockets straight between arenas, a later issue) belongs beside this file: it needs
-the same three steps, leased extent → bytes → does the lease still hold, and nothing else of the service.
+The fast bulk path between agents (plain sockets straight between arenas, a later issue) belongs beside this file: it
+needs the same three steps, leased extent → bytes → does the lease still hold, and nothing else of the service.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class ByteStreams:
                     if session.data_plane == "none":
                         session.data_plane = "stream"
                 if len(frame.payload) > MAX_FRAME_BYTES:
-                    raise InvalidRequest(f"payload has {len(frame.payload)} bytes; a frame has at most {MAX_FRAME_BYTES}")
+                    raise InvalidRequest(
+                        f"payload has {len(frame.payload)} bytes; a frame has at most {MAX_FRAME_BYTES}"
+                    )
                 if frame.reservation_id not in open_shards:
                     open_shards[frame.reservation_id] = self._open(session, frame.reservation_id)
                 offset, length, streamed = open_shards[frame.reservation_id]
@@ -93,14 +95,18 @@ class ByteStreams:
         with self._guarded.reading() as store:
             streamed = session.streamed.get(reservation_id)
             if streamed is not None and streamed.in_call:
-                raise Conflict("another Write call writes to this reservation now; send its frames in one call")
+                raise Conflict(
+                    "another Write call writes to this reservation now; send its frames in one call"
+                )
             offset, length = store.begin_agent_copy(session.id, reservation_id)
             if streamed is None:
                 streamed = session.streamed[reservation_id] = StreamedShard(length)
             streamed.in_call = True
         return offset, length, streamed
 
-    def _close(self, session: Session, open_shards: dict[int, tuple[int, int, StreamedShard]]) -> None:
+    def _close(
+        self, session: Session, open_shards: dict[int, tuple[int, int, StreamedShard]]
+    ) -> None:
         with self._guarded.changing() as store:
             for reservation_id, (_, _, streamed) in open_shards.items():
                 streamed.in_call = False
@@ -114,4 +120,6 @@ class ByteStreams:
         except UnknownObject:
             held = False
         if not held:
-            raise LeaseLost("the lease ran out while its bytes were read; what came is worthless: acquire again")
+            raise LeaseLost(
+                "the lease ran out while its bytes were read; what came is worthless: acquire again"
+            )

@@ -62,7 +62,9 @@ def serve(**flags: Any) -> None:
 
 def _set_up_logs(level: str) -> None:
     logging.basicConfig(
-        stream=sys.stderr, level=level, format="%(asctime)s level=%(levelname)s logger=%(name)s %(message)s"
+        stream=sys.stderr,
+        level=level,
+        format="%(asctime)s level=%(levelname)s logger=%(name)s %(message)s",
     )
 
 
@@ -71,13 +73,17 @@ def _parameters() -> list[inspect.Parameter]:
     for field in dataclasses.fields(AgentConfig):
         shown = field.metadata["shown"]
         default = f" Default: {shown}." if shown else " Required."
-        option = typer.Option(flag_of(field.name), help=field.metadata["help"] + default, show_default=False)
+        option = typer.Option(
+            flag_of(field.name), help=field.metadata["help"] + default, show_default=False
+        )
         kind: Any = str | None
         if field.type in ("bool", bool):
             kind = bool
         elif "tuple" in str(field.type):
             kind = list[str] | None
-        parameters.append(_parameter(field.name, Annotated[kind, option], default=False if kind is bool else None))
+        parameters.append(
+            _parameter(field.name, Annotated[kind, option], default=False if kind is bool else None)
+        )
     help_text = "YAML file with the same fields, as `socket_dir: /run/larder`; flags win over it. Default: none."
     file_option = typer.Option("--config", help=help_text, show_default=False)
     parameters.append(_parameter("config", Annotated[str | None, file_option], default=None))
@@ -85,7 +91,9 @@ def _parameters() -> list[inspect.Parameter]:
 
 
 def _parameter(name: str, annotation: Any, *, default: object) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 def _register() -> None:

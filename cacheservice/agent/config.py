@@ -121,7 +121,9 @@ def _parse_uids(values: object) -> tuple[int, ...]:
 def _parse_index(text: object) -> str:
     url = _parse_text(text)
     if url != "memory" and not re.match(r"(redis|rediss|unix)://", url):
-        raise ValueError("is no index; write memory, redis://HOST:PORT, rediss://HOST:PORT or unix://PATH")
+        raise ValueError(
+            "is no index; write memory, redis://HOST:PORT, rediss://HOST:PORT or unix://PATH"
+        )
     return url
 
 
@@ -133,7 +135,11 @@ def _parse_log_level(text: object) -> str:
 
 
 def _option(
-    parse: Callable[[object], Any], help_text: str, *, default: Any = dataclasses.MISSING, shown: str = ""
+    parse: Callable[[object], Any],
+    help_text: str,
+    *,
+    default: Any = dataclasses.MISSING,
+    shown: str = "",
 ) -> Any:
     """A field that is also a flag. `shown` is how `--help` prints the default; empty for none."""
     metadata = {"parse": parse, "help": help_text, "shown": shown}
@@ -224,7 +230,7 @@ class AgentConfig:
     )  # fmt: skip
     insecure: bool = _option(
         _parse_flag,
-        "Let --listen speak plain TCP. Whoever reaches the port can then read and store: for tests and closed networks.",
+        "Let --listen speak plain TCP. Whoever reaches the port can then read and store: for closed networks only.",
         default=False, shown="off",
     )  # fmt: skip
     tls_cert: Path | None = _option(
@@ -233,7 +239,10 @@ class AgentConfig:
         default=None, shown="none",
     )  # fmt: skip
     tls_key: Path | None = _option(
-        _parse_path, "PEM key of --tls-cert. Read again when it changes.", default=None, shown="none"
+        _parse_path,
+        "PEM key of --tls-cert. Read again when it changes.",
+        default=None,
+        shown="none",
     )
     tls_ca: Path | None = _option(
         _parse_path,
@@ -314,7 +323,9 @@ def build_config(values: Mapping[str, object], *, file: Path | None = None) -> A
     for field in dataclasses.fields(AgentConfig):
         if field.name not in merged:
             if field.default is dataclasses.MISSING:
-                raise ConfigError(f"{flag_of(field.name)} is missing; give it, or {field.name} in --config FILE")
+                raise ConfigError(
+                    f"{flag_of(field.name)} is missing; give it, or {field.name} in --config FILE"
+                )
             continue
         value = merged[field.name]
         try:
@@ -357,10 +368,16 @@ def _read_file(file: Path) -> dict[str, object]:
 
 
 def _check_together(config: AgentConfig) -> None:
-    tls_files = {"--tls-cert": config.tls_cert, "--tls-key": config.tls_key, "--tls-ca": config.tls_ca}
+    tls_files = {
+        "--tls-cert": config.tls_cert,
+        "--tls-key": config.tls_key,
+        "--tls-ca": config.tls_ca,
+    }
     missing = [flag for flag, path in tls_files.items() if path is None]
     if missing and len(missing) < len(tls_files):
-        raise ConfigError(f"{', '.join(missing)} missing; TLS needs all of --tls-cert, --tls-key and --tls-ca")
+        raise ConfigError(
+            f"{', '.join(missing)} missing; TLS needs all of --tls-cert, --tls-key and --tls-ca"
+        )
     if config.insecure and not missing:
         raise ConfigError("--insecure contradicts --tls-cert; leave one of them out")
     if config.listen is not None and missing and not config.insecure:
@@ -369,7 +386,9 @@ def _check_together(config: AgentConfig) -> None:
             "or --insecure"
         )
     if config.advertise is not None and config.listen is None:
-        raise ConfigError("--advertise is of use only with --listen; give --listen or leave --advertise out")
+        raise ConfigError(
+            "--advertise is of use only with --listen; give --listen or leave --advertise out"
+        )
     for flag, path in tls_files.items():
         if path is not None and not path.is_file():
             raise ConfigError(f"{flag} {path}: there is no such file")

@@ -88,7 +88,9 @@ class Lookups:
         if wait is not None and wait.num_chunks and wait.seconds > 0:
             with self._waiting_calls.slot() as may_wait:
                 if may_wait:
-                    self._sleep(spec, chunks, wait, elsewhere, is_active, sees_elsewhere=sees_elsewhere)
+                    self._sleep(
+                        spec, chunks, wait, elsewhere, is_active, sees_elsewhere=sees_elsewhere
+                    )
         now_s = self._guarded.clock()
         lease_id = 0
         with self._guarded.changing() as store:
@@ -130,12 +132,19 @@ class Lookups:
                 if now_s >= deadline_s:
                     return
                 if not asks_owner and (not polls_index or now_s < next_poll_s):
-                    sleep(min(deadline_s, next_poll_s if polls_index else deadline_s, now_s + 0.5) - now_s)
+                    sleep(
+                        min(deadline_s, next_poll_s if polls_index else deadline_s, now_s + 0.5)
+                        - now_s
+                    )
                     continue
             if asks_owner:
                 asks_owner = False
                 seen = self._pulls.ask_owner(
-                    spec, named, node=wait.owner_node, epoch=wait.owner_epoch, wait_s=deadline_s - now_s
+                    spec,
+                    named,
+                    node=wait.owner_node,
+                    epoch=wait.owner_epoch,
+                    wait_s=deadline_s - now_s,
                 )
                 if seen is None:
                     return  # it is gone, and with it the promise
@@ -145,14 +154,20 @@ class Lookups:
             else:
                 # Only what is not known to be elsewhere is of interest; local states are read under the lock anyway.
                 asked = bytearray(
-                    s if s == Presence.READY_ELSEWHERE else Presence.ABSENT for s in elsewhere[:num_states]
+                    s if s == Presence.READY_ELSEWHERE else Presence.ABSENT
+                    for s in elsewhere[:num_states]
                 )
                 self._hints.overlay(spec, named, asked)
                 elsewhere[:num_states] = asked
                 next_poll_s = self._guarded.clock() + _INDEX_POLL_S
 
     def _is_fulfilled(
-        self, store: Store, spec: NamespaceSpec, named: Sequence[ChunkKey], wait: Wait, elsewhere: bytearray
+        self,
+        store: Store,
+        spec: NamespaceSpec,
+        named: Sequence[ChunkKey],
+        wait: Wait,
+        elsewhere: bytearray,
     ) -> bool:
         presence = store.presence(spec.digest, named)
         if not wait.is_hand_over:

@@ -39,12 +39,19 @@ def parse_hello(hello: cache_pb2.SessionHello) -> Hello:
     """A client's introduction."""
     if hello.protocol_version != PROTOCOL_VERSION:
         raise Conflict(
-            f"protocol_version {hello.protocol_version} is not spoken here; this agent speaks {PROTOCOL_VERSION}: use the "
-            "same version of Larder on both sides"
+            f"protocol_version {hello.protocol_version} is not spoken here; this agent speaks {PROTOCOL_VERSION}: use "
+            "the same version of Larder on both sides"
         )
     if hello.role not in _ROLES:
-        raise InvalidRequest("hello.role is not said; set CLIENT_ROLE_PREFILL, _DECODE, _BOTH, _PEER or _TOOL")
-    for name, most in (("engine_name", 128), ("host", 256), ("vllm_version", 64), ("larder_version", 64)):
+        raise InvalidRequest(
+            "hello.role is not said; set CLIENT_ROLE_PREFILL, _DECODE, _BOTH, _PEER or _TOOL"
+        )
+    for name, most in (
+        ("engine_name", 128),
+        ("host", 256),
+        ("vllm_version", 64),
+        ("larder_version", 64),
+    ):
         length = len(getattr(hello, name).encode())
         if length > most:
             raise InvalidRequest(f"hello.{name} has {length} bytes; at most {most} are allowed")
@@ -76,11 +83,15 @@ def parse_namespace(request: cache_pb2.OpenNamespaceRequest) -> NamespaceSpec:
     digest = parse_digest(request.namespace_digest)
     description = request.description.encode()
     if not 0 < len(description) <= MAX_DESCRIPTION_BYTES:
-        raise InvalidRequest(f"description has {len(description)} bytes; 1 to {MAX_DESCRIPTION_BYTES} are allowed")
+        raise InvalidRequest(
+            f"description has {len(description)} bytes; 1 to {MAX_DESCRIPTION_BYTES} are allowed"
+        )
     if hashlib.sha256(description).digest() != digest:
         raise InvalidRequest("namespace_digest is not the SHA-256 of description")
     if not 1 <= request.tokens_per_chunk <= 65536:
-        raise InvalidRequest(f"tokens_per_chunk is {request.tokens_per_chunk}; 1 to 65536 are allowed")
+        raise InvalidRequest(
+            f"tokens_per_chunk is {request.tokens_per_chunk}; 1 to 65536 are allowed"
+        )
     if not 1 <= len(request.groups) <= 64:
         raise InvalidRequest(f"groups has {len(request.groups)} entries; 1 to 64 are allowed")
     shapes = []
@@ -88,9 +99,13 @@ def parse_namespace(request: cache_pb2.OpenNamespaceRequest) -> NamespaceSpec:
         if len(group.kind.encode()) > 32:
             raise InvalidRequest(f"groups[{number}].kind has more than 32 bytes")
         if not 1 <= group.num_shards <= 256:
-            raise InvalidRequest(f"groups[{number}].num_shards is {group.num_shards}; 1 to 256 are allowed")
+            raise InvalidRequest(
+                f"groups[{number}].num_shards is {group.num_shards}; 1 to 256 are allowed"
+            )
         if not 1 <= group.shard_bytes <= 2**32:
-            raise InvalidRequest(f"groups[{number}].shard_bytes is {group.shard_bytes}; 1 to 2^32 are allowed")
+            raise InvalidRequest(
+                f"groups[{number}].shard_bytes is {group.shard_bytes}; 1 to 2^32 are allowed"
+            )
         shapes.append(GroupShape(group.kind, group.num_shards, group.shard_bytes))
     return NamespaceSpec(digest, request.description, request.tokens_per_chunk, tuple(shapes))
 
@@ -98,7 +113,9 @@ def parse_namespace(request: cache_pb2.OpenNamespaceRequest) -> NamespaceSpec:
 def parse_digest(digest: bytes) -> NamespaceDigest:
     """A namespace digest of the right length."""
     if len(digest) != DIGEST_BYTES:
-        raise InvalidRequest(f"namespace_digest has {len(digest)} bytes; it must have {DIGEST_BYTES}")
+        raise InvalidRequest(
+            f"namespace_digest has {len(digest)} bytes; it must have {DIGEST_BYTES}"
+        )
     return NamespaceDigest(digest)
 
 
@@ -107,16 +124,24 @@ def parse_keys(keys: Sequence[bytes], *, field: str = "chunk_keys") -> list[Chun
     check_count(field, len(keys), MAX_KEYS)
     for position, key in enumerate(keys):
         if len(key) != DIGEST_BYTES:
-            raise InvalidRequest(f"{field}[{position}] has {len(key)} bytes; it must have {DIGEST_BYTES}")
+            raise InvalidRequest(
+                f"{field}[{position}] has {len(key)} bytes; it must have {DIGEST_BYTES}"
+            )
     return [ChunkKey(key) for key in keys]
 
 
-def parse_shard(shard: cache_pb2.ShardRef, spec: NamespaceSpec, *, where: str) -> tuple[ChunkKey, int, int]:
+def parse_shard(
+    shard: cache_pb2.ShardRef, spec: NamespaceSpec, *, where: str
+) -> tuple[ChunkKey, int, int]:
     """One shard that the namespace can have."""
     if len(shard.chunk_key) != DIGEST_BYTES:
-        raise InvalidRequest(f"{where}.chunk_key has {len(shard.chunk_key)} bytes; it must have {DIGEST_BYTES}")
+        raise InvalidRequest(
+            f"{where}.chunk_key has {len(shard.chunk_key)} bytes; it must have {DIGEST_BYTES}"
+        )
     if shard.group >= len(spec.groups):
-        raise InvalidRequest(f"{where}.group is {shard.group}; the namespace has {len(spec.groups)} groups")
+        raise InvalidRequest(
+            f"{where}.group is {shard.group}; the namespace has {len(spec.groups)} groups"
+        )
     if shard.shard >= spec.groups[shard.group].num_shards:
         raise InvalidRequest(
             f"{where}.shard is {shard.shard}; group {shard.group} has {spec.groups[shard.group].num_shards} shards"
@@ -127,7 +152,9 @@ def parse_shard(shard: cache_pb2.ShardRef, spec: NamespaceSpec, *, where: str) -
 def check_count(field: str, count: int, most: int, *, least: int = 0) -> None:
     """Bound a repeated field."""
     if not least <= count <= most:
-        raise InvalidRequest(f"{field} has {count} entries; {least} to {most} are allowed in one call")
+        raise InvalidRequest(
+            f"{field} has {count} entries; {least} to {most} are allowed in one call"
+        )
 
 
 def check_range(field: str, value: int, most: int) -> None:

@@ -1,5 +1,5 @@
-"""Every metric of an agent, by name. Gauges and totals are read from the parts when somebody asks, so that nothing on the
-data path counts twice. Called by `serve.py` (makes it) and `web.py` (serves it).
+"""Every metric of an agent, by name. Gauges and totals are read from the parts when somebody asks, so that nothing on
+the data path counts twice. Called by `serve.py` (makes it) and `web.py` (serves it).
 """
 
 from __future__ import annotations
@@ -112,7 +112,10 @@ class Metrics:
 
     def values(self) -> dict[str, int]:
         """Gauges and totals by name without prefix, for status answers."""
-        numbers: dict[str, float] = {**self.gauges(), **{f"{n}_total": v for n, v in self.totals().items()}}
+        numbers: dict[str, float] = {
+            **self.gauges(),
+            **{f"{n}_total": v for n, v in self.totals().items()},
+        }
         for (kind, reason, role), count in self._readings.outcomes().items():
             numbers[f"outcomes_total.{kind}.{reason}.{role}"] = count
         for name, count in self._readings.index().items():
@@ -151,7 +154,9 @@ class Metrics:
         for labels, count in self._readings.outcomes().items():
             outcomes.add_metric(list(labels), count)
         yield outcomes
-        index = CounterMetricFamily(f"{PREFIX}index_events_total", "What the index counted.", labels=["event"])
+        index = CounterMetricFamily(
+            f"{PREFIX}index_events_total", "What the index counted.", labels=["event"]
+        )
         for name, count in self._readings.index().items():
             index.add_metric([name], count)
         yield index

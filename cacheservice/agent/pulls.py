@@ -1,9 +1,10 @@
 """Fetches shards from other agents into this arena, so that engines find them as local ones.
 
-A hint says where; the owner confirms and leases (its epoch must be the hint's), the bytes come over its read stream, each
-piece's checksum is verified, and what is right is committed here and announced. Every failure is a miss. Single flight is
-the store's own: a shard that is being fetched is pending, so nobody fetches it twice, and a local store that races wins or
-loses by who commits first. Called by `acquire.py` and `lookups.py`; uses the same client as engines do, over the stream.
+A hint says where; the owner confirms and leases (its epoch must be the hint's), the bytes come over its read stream,
+each piece's checksum is verified, and what is right is committed here and announced. Every failure is a miss. Single
+flight is the store's own: a shard that is being fetched is pending, so nobody fetches it twice, and a local store
+that races wins or loses by who commits first. Called by `acquire.py` and `lookups.py`; uses the same client as
+engines do, over the stream.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class PullTicket:
     """What one acquire asked to have fetched. Written by workers, read under the core lock."""
 
     num_open: int = 0
-    failures: dict[ShardName, cache_pb2.AcquireResult.ValueType] = field(default_factory=dict)
+    failures: dict[ShardName, cache_pb2.AcquireResult] = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
@@ -128,7 +129,9 @@ class PeerPulls:
         with guarded.changing() as store:
             store.open_session(session, maps_arena=False, role="peer", name="pulls of this agent")
 
-    def start(self, spec: NamespaceSpec, shards: Sequence[ShardName], deadline_s: float) -> PullTicket:
+    def start(
+        self, spec: NamespaceSpec, shards: Sequence[ShardName], deadline_s: float
+    ) -> PullTicket:
         """Fetch what others are said to hold; what nobody holds is simply absent when the ticket is done."""
         ticket = PullTicket()
         chunks = list(dict.fromkeys(chunk for chunk, _, _ in shards))
@@ -143,16 +146,24 @@ class PeerPulls:
         for (number, epoch), wanted in by_owner.items():
             node = self._hints.node(number, epoch)
             if node is not None:
-                jobs += [_Job(spec, node, batch, deadline_s, ticket) for batch in _batches(spec, wanted)]
+                jobs += [
+                    _Job(spec, node, batch, deadline_s, ticket) for batch in _batches(spec, wanted)
+                ]
         ticket.num_open = len(jobs)
         for job in jobs:
             self._submit(job)
         return ticket
 
     def ask_owner(
-        self, spec: NamespaceSpec, chunks: Sequence[ChunkKey], *, node: int, epoch: int, wait_s: float
+        self,
+        spec: NamespaceSpec,
+        chunks: Sequence[ChunkKey],
+        *,
+        node: int,
+        epoch: int,
+        wait_s: float,
     ) -> bytes | None:
-        """Have the owner that a hand-over names wait for the chunks; its presence bytes, or None when it can't be asked."""
+        """Have the owner that a hand-over names wait for the chunks; its presence bytes, None when it can't be."""
         owner = self._hints.node(node, epoch)
         if owner is None:
             return None
@@ -196,11 +207,11 @@ class PeerPulls:
             self._end(job, dict.fromkeys((name for name, _ in job.wanted), PEER_FAILED))
 
     def _run(self, job: _Job) -> None:
-        failures: dict[ShardName, cache_pb2.AcquireResult.ValueType] = {}
+        failures: dict[ShardName, cache_pb2.AcquireResult] = {}
         started_s = self._guarded.clock()
         try:
             failures = self._pull(job)
-        except Exception:
+        except Exception:  # noqa: BLE001
             # The outermost frame of a worker: a bug of ours is a miss for the engine.
             _log.exception("pull failed node=%d", job.node.number)
             failures = dict.fromkeys((name for name, _ in job.wanted), PEER_FAILED)
@@ -209,16 +220,16 @@ class PeerPulls:
             self.counts.seconds += self._guarded.clock() - started_s
             self._end(job, failures)
 
-    def _end(self, job: _Job, failures: dict[ShardName, cache_pb2.AcquireResult.ValueType]) -> None:
+    def _end(self, job: _Job, failures: dict[ShardName, cache_pb2.AcquireResult]) -> None:
         self.counts.num_failed += len(failures)
         with self._guarded.changing():
             job.ticket.failures.update(failures)
             job.ticket.num_open -= 1
 
-    def _pull(self, job: _Job) -> dict[ShardName, cache_pb2.AcquireResult.ValueType]:
+    def _pull(self, job: _Job) -> dict[ShardName, cache_pb2.AcquireResult]:
         """Reserve, fetch, verify, commit one batch; returns what failed."""
         spec = job.spec
-        failures: dict[ShardName, cache_pb2.AcquireResult.ValueType] = {}
+        failures: dict[ShardName, cache_pb2.AcquireResult] = {}
         left_s = job.deadline_s - self._guarded.clock()
         if left_s <= 0:
             return {}
@@ -249,9 +260,9 @@ class PeerPulls:
 
     def _fetch(
         self, job: _Job, client: CacheClient, reserved: Sequence[tuple[ShardName, int, _ArenaSink]]
-    ) -> dict[ShardName, cache_pb2.AcquireResult.ValueType]:
+    ) -> dict[ShardName, cache_pb2.AcquireResult]:
         spec = job.spec
-        failures: dict[ShardName, cache_pb2.AcquireResult.ValueType] = {}
+        failures: dict[ShardName, cache_pb2.AcquireResult] = {}
         good: list[tuple[ShardName, CommitItem]] = []
         try:
             reads = []
@@ -259,16 +270,22 @@ class PeerPulls:
                 size = spec.groups[group].shard_bytes
                 reads.append(ShardRead(chunk, group, shard, size, 0, size, sink))
             left_s = job.deadline_s - self._guarded.clock()
-            results = client.retrieve(spec.digest, reads, epoch=job.node.epoch, deadline_s=max(0.001, left_s))
+            results = client.retrieve(
+                spec.digest, reads, epoch=job.node.epoch, deadline_s=max(0.001, left_s)
+            )
             for (name, reservation_id, sink), result in zip(reserved, results, strict=True):
                 if result.reason is Reason.HIT:
-                    good.append((name, CommitItem(reservation_id, sink.checksums(), is_remote=True)))
+                    good.append(
+                        (name, CommitItem(reservation_id, sink.checksums(), is_remote=True))
+                    )
                 else:
                     gone = result.reason in (Reason.ABSENT, Reason.EVICTED, Reason.EPOCH_CHANGED)
                     failures[name] = NOT_FOUND if gone else PEER_FAILED
             if failures:
                 reasons = sorted({r.reason.label for r in results if r.reason is not Reason.HIT})
-                self._distrust(job, f"did not deliver: {', '.join(reasons)}", {name[0] for name in failures})
+                self._distrust(
+                    job, f"did not deliver: {', '.join(reasons)}", {name[0] for name in failures}
+                )
         finally:
             # Our sinks are idle from here on, so the extents of what failed may be used again.
             self._commit(reserved, good)
@@ -282,8 +299,14 @@ class PeerPulls:
         kept = {item.reservation_id for _, item in good}
         try:
             with self._guarded.changing() as store:
-                store.abort(self._session, [r for _, r, _ in reserved if r not in kept], self._guarded.clock())
-                results = store.commit(self._session, [item for _, item in good], self._guarded.clock())
+                store.abort(
+                    self._session,
+                    [r for _, r, _ in reserved if r not in kept],
+                    self._guarded.clock(),
+                )
+                results = store.commit(
+                    self._session, [item for _, item in good], self._guarded.clock()
+                )
         except RequestRejected as error:
             _log.error("pulled shards can't be committed error=%s", error)
             return
@@ -346,7 +369,9 @@ class _Peer:
 class _Peers:
     """One client per address, bounded, closed when idle. Thread-safe."""
 
-    def __init__(self, *, node_name: str, tls: TlsFiles | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, node_name: str, tls: TlsFiles | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._node_name = node_name
         self._tls = tls
         self._clock = clock

@@ -1,7 +1,7 @@
 """What other agents are said to hold: answers of the index, and of owners that a hand-over named.
 
-Hints only: the owner confirms before any byte moves. One that turned out wrong is not believed again for a while. Called
-by `lookups.py` (which overlays them on local presence) and `acquire.py` (which asks where to pull from).
+Hints only: the owner confirms before any byte moves. One that turned out wrong is not believed again for a while.
+Called by `lookups.py` (which overlays them on local presence) and `acquire.py` (which asks where to pull from).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RemoteHints:
         self._distrusted: OrderedDict[tuple[bytes, bytes, int], float] = OrderedDict()
 
     def overlay(self, spec: NamespaceSpec, chunks: Sequence[ChunkKey], presence: bytearray) -> bool:
-        """Mark in `presence` (chunk-major) what is absent here and ready elsewhere. False when the index was not asked."""
+        """Mark in `presence` (chunk-major) what is absent here and ready elsewhere; False when the index is away."""
         num_groups = len(spec.groups)
         wanted = [
             position
@@ -81,13 +81,20 @@ class RemoteHints:
                 if holder is None:
                     continue
                 parent = chunks[position - 1] if position else None
-                hint = RemoteHint(holder.node, holder.epoch, holder.bitmap, parent, position, now_s + _FRESH_S)
+                hint = RemoteHint(
+                    holder.node, holder.epoch, holder.bitmap, parent, position, now_s + _FRESH_S
+                )
                 self._remember(spec.digest, chunks[position], hint)
                 mark_elsewhere(presence, position * num_groups, masks, holder.bitmap)
         return True
 
     def learn(
-        self, spec: NamespaceSpec, chunks: Sequence[ChunkKey], node: int, epoch: int, presence: bytes
+        self,
+        spec: NamespaceSpec,
+        chunks: Sequence[ChunkKey],
+        node: int,
+        epoch: int,
+        presence: bytes,
     ) -> None:
         """Remember what an owner said itself (its answer to a lookup of the same chunks)."""
         num_groups = len(spec.groups)
@@ -96,12 +103,16 @@ class RemoteHints:
         with self._lock:
             for position, chunk in enumerate(chunks):
                 states = presence[position * num_groups : (position + 1) * num_groups]
-                bitmap = sum(m for m, s in zip(masks, states, strict=True) if s == Presence.READY_HERE)
+                bitmap = sum(
+                    m for m, s in zip(masks, states, strict=True) if s == Presence.READY_HERE
+                )
                 if not bitmap:
                     continue
                 parent = chunks[position - 1] if position else None
                 self._distrusted.pop((spec.digest, chunk, node), None)
-                self._remember(spec.digest, chunk, RemoteHint(node, epoch, bitmap, parent, position, until_s))
+                self._remember(
+                    spec.digest, chunk, RemoteHint(node, epoch, bitmap, parent, position, until_s)
+                )
 
     def find(self, spec: NamespaceSpec, chunks: Sequence[ChunkKey]) -> dict[ChunkKey, RemoteHint]:
         """Where the chunks are said to be; those that are nowhere are left out."""
@@ -155,7 +166,9 @@ class RemoteHints:
         if len(self._hints) > _MAX_REMEMBERED:
             self._hints.popitem(last=False)
 
-    def _ask(self, namespace: NamespaceDigest, chunks: Sequence[ChunkKey]) -> list[Holder | None] | None:
+    def _ask(
+        self, namespace: NamespaceDigest, chunks: Sequence[ChunkKey]
+    ) -> list[Holder | None] | None:
         """The best believable holder per chunk; None when the index did not answer."""
         try:
             claims = self._index.lookup(namespace, chunks)
@@ -166,14 +179,28 @@ class RemoteHints:
         best: list[Holder | None] = []
         with self._lock:
             for chunk, holders in zip(chunks, claims, strict=True):
-                usable = [h for h in holders if self._is_usable(namespace, chunk, h, nodes.get(h.node), now_s)]
+                usable = [
+                    h
+                    for h in holders
+                    if self._is_usable(namespace, chunk, h, nodes.get(h.node), now_s)
+                ]
                 best.append(max(usable, key=lambda h: h.bitmap.bit_count(), default=None))
         return best
 
     def _is_usable(
-        self, namespace: NamespaceDigest, chunk: ChunkKey, holder: Holder, node: Node | None, now_s: float
+        self,
+        namespace: NamespaceDigest,
+        chunk: ChunkKey,
+        holder: Holder,
+        node: Node | None,
+        now_s: float,
     ) -> bool:
-        if holder.tier != _CPU_TIER or node is None or node.epoch != holder.epoch or not node.address:
+        if (
+            holder.tier != _CPU_TIER
+            or node is None
+            or node.epoch != holder.epoch
+            or not node.address
+        ):
             return False
         return self._distrusted.get((namespace, chunk, holder.node), 0.0) <= now_s
 

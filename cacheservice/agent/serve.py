@@ -1,8 +1,9 @@
 """Runs one agent: puts the parts together, serves, drains, stops.
 
-Order of the start: lock of the socket directory, arena (allocated and prefaulted), store, index (not waited for), both
-sockets, then health says SERVING. Order of the end: health says NOT_SERVING and nothing new is taken, what is in flight may
-finish, entries leave the index, then everything closes. Called by `command.py`; tests use `Agent` in their own process.
+Order of the start: lock of the socket directory, arena (allocated and prefaulted), store, index (not waited for),
+both sockets, then health says SERVING. Order of the end: health says NOT_SERVING and nothing new is taken, what is in
+flight may finish, entries leave the index, then everything closes. Called by `command.py`; tests use `Agent` in their
+own process.
 """
 
 from __future__ import annotations
@@ -71,7 +72,11 @@ class Agent:
     """One agent. `start`, then any time `begin_drain`, at last `stop`; not to be started twice."""
 
     def __init__(
-        self, config: AgentConfig, *, index: Index | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        config: AgentConfig,
+        *,
+        index: Index | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`index` None: what the configuration says."""
         self.config = config
@@ -151,7 +156,7 @@ class Agent:
         self._metrics = Metrics(
             Readings(
                 store=self._counts, gauges=self._gauges, totals=self._totals,
-                outcomes=lambda: registry.outcome_totals.copy(), index=index.counters,
+                outcomes=registry.outcome_totals.copy, index=index.counters,
             )
         )  # fmt: skip
         self._build_server(hints)
@@ -161,16 +166,25 @@ class Agent:
             self._arena_socket.start()
             self._undo.append(self._arena_socket.stop)
             if not self._server.add_insecure_port(f"unix:{config.agent_socket.absolute()}"):
-                raise ConfigError(f"--socket-dir {config.socket_dir}: can't listen on {config.agent_socket}")
+                raise ConfigError(
+                    f"--socket-dir {config.socket_dir}: can't listen on {config.agent_socket}"
+                )
         except (OSError, RuntimeError) as error:
-            raise ConfigError(f"--socket-dir {config.socket_dir}: can't listen there: {error}") from error
+            raise ConfigError(
+                f"--socket-dir {config.socket_dir}: can't listen there: {error}"
+            ) from error
         finally:
             os.umask(old_mask)
         _open_sockets_to_group(config)
         self._listen(config)
         # After the port is known, before anybody can store.
         self._announcer = Announcer(
-            index, guarded, node_name=config.node, address=self._advertised(), epoch=self.epoch, clock=self._clock
+            index,
+            guarded,
+            node_name=config.node,
+            address=self._advertised(),
+            epoch=self.epoch,
+            clock=self._clock,
         )
         self._announcer.start()
         if config.http is not None:
@@ -214,7 +228,10 @@ class Agent:
         _log.info("draining seconds=%.1f", self.config.drain_seconds)
         self._health.enter_graceful_shutdown()
         threading.Thread(
-            target=self._announcer.stop, args=(self.config.drain_seconds,), name="drain", daemon=True
+            target=self._announcer.stop,
+            args=(self.config.drain_seconds,),
+            name="drain",
+            daemon=True,
         ).start()
 
     def stop(self) -> None:
@@ -245,7 +262,9 @@ class Agent:
     def _build_server(self, hints: RemoteHints) -> None:
         config = self.config
         check = CallerCheck(speaks_tls=config.speaks_tls, owner=config.tls_owner)
-        interceptor = StatusInterceptor(check_caller=check.check, count_call=self._metrics.count_call)
+        interceptor = StatusInterceptor(
+            check_caller=check.check, count_call=self._metrics.count_call
+        )
         num_threads = config.max_sessions + config.max_calls
         self._server = grpc.server(
             ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="call"),
@@ -299,11 +318,15 @@ class Agent:
                 self._certificates = ServerCertificates(
                     cert=config.tls_cert, key=config.tls_key, ca=config.tls_ca
                 )
-                port = self._server.add_secure_port(str(config.listen), self._certificates.credentials())
+                port = self._server.add_secure_port(
+                    str(config.listen), self._certificates.credentials()
+                )
             else:
                 port = self._server.add_insecure_port(str(config.listen))
         except RuntimeError as error:
-            raise ConfigError(f"--listen {config.listen}: can't listen there: {error}; choose another port") from error
+            raise ConfigError(
+                f"--listen {config.listen}: can't listen there: {error}; choose another port"
+            ) from error
         if not port:
             raise ConfigError(f"--listen {config.listen}: can't listen there; choose another port")
         self.tcp_port = port
@@ -329,12 +352,15 @@ class Agent:
                     store.evict_to_low_watermark(_EVICT_PER_TICK)
                 for session, why in self._registry.end_silent():
                     _log.warning(
-                        "session ended id=%d engine=%s why=%s", session.id, session.hello.engine_name, why
+                        "session ended id=%d engine=%s why=%s",
+                        session.id,
+                        session.hello.engine_name,
+                        why,
                     )
                 if now_s >= idle_check_s:
                     idle_check_s = now_s + 10.0
                     self._pulls.close_idle()
-            except Exception:
+            except Exception:  # noqa: BLE001
                 # The outermost frame of the thread. Without it nothing would expire: /healthz says so.
                 _log.exception("ticker failed")
                 self._failed_part = "ticker"
@@ -427,7 +453,7 @@ class Agent:
             undo = self._undo.pop()
             try:
                 undo()
-            except Exception:
+            except Exception:  # noqa: BLE001
                 # The outermost frame of the end: the rest must still be closed.
                 _log.exception("closing failed")
 
@@ -474,7 +500,9 @@ def _lock_directory(directory: Path) -> Callable[[], None]:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(f"--socket-dir {directory}: can't write there: {error.strerror}") from error
+        raise ConfigError(
+            f"--socket-dir {directory}: can't write there: {error.strerror}"
+        ) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -491,9 +519,13 @@ def _unlink_stale(path: Path) -> None:
         if path.is_socket():
             path.unlink()
     except OSError as error:
-        raise ConfigError(f"{path}: the socket of an earlier agent can't be removed: {error.strerror}") from error
+        raise ConfigError(
+            f"{path}: the socket of an earlier agent can't be removed: {error.strerror}"
+        ) from error
     if path.exists():
-        raise ConfigError(f"{path}: is in the way and no socket; remove it or choose another --socket-dir")
+        raise ConfigError(
+            f"{path}: is in the way and no socket; remove it or choose another --socket-dir"
+        )
 
 
 def _open_sockets_to_group(config: AgentConfig) -> None:
@@ -514,7 +546,9 @@ def _group_id(group: str) -> int:
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError as error:
-        raise ConfigError(f"--socket-group {group}: there is no such group; name one that exists") from error
+        raise ConfigError(
+            f"--socket-group {group}: there is no such group; name one that exists"
+        ) from error
 
 
 def _peer_tls(config: AgentConfig) -> TlsFiles | None:

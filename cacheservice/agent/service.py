@@ -1,7 +1,8 @@
+# ruff: noqa: ARG002, N802 - names and arguments are those of the generated base class
 """The service that engines and other agents call: checks messages, asks the parts, builds answers.
 
-No rule of the cache is decided here. Every method raises leaves of `RequestRejected` (see `statuses.py`), and checks what
-came before it takes memory for it. Threads: called from the server's pool, any number at once.
+No rule of the cache is decided here. Every method raises leaves of `RequestRejected` (see `statuses.py`), and checks
+what came before it takes memory for it. Threads: called from the server's pool, any number at once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from cacheservice.agent.messages import (
     parse_outcomes,
     parse_shard,
 )
-from cacheservice.agent.sessions import Session, SessionRegistry
+from cacheservice.agent.sessions import Session as LiveSession
+from cacheservice.agent.sessions import SessionRegistry
 from cacheservice.core.keys import DIGEST_BYTES, ChunkKey
 from cacheservice.core.layout import CHECKSUM_PIECE_BYTES, NamespaceSpec
 from cacheservice.core.store import (
@@ -93,7 +95,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self._byte_streams = parts.byte_streams
         self._status = parts.status
 
-    def Session(  # noqa: N802
+    def Session(
         self, request_iterator: Iterator[cache_pb2.SessionRequest], context: Context
     ) -> Iterator[cache_pb2.SessionResponse]:
         """One client, from hello to the end of its stream."""
@@ -129,7 +131,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         finally:
             self._end(session, "stream closed")
 
-    def OpenNamespace(  # noqa: N802
+    def OpenNamespace(
         self, request: cache_pb2.OpenNamespaceRequest, context: Context
     ) -> cache_pb2.OpenNamespaceResponse:
         """Declare a namespace."""
@@ -139,7 +141,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             store.open_namespace(spec)
         return cache_pb2.OpenNamespaceResponse(epoch=self._facts.epoch)
 
-    def Lookup(  # noqa: N802
+    def Lookup(
         self, request: cache_pb2.LookupRequest, context: Context
     ) -> cache_pb2.LookupResponse:
         """Say what is there."""
@@ -166,7 +168,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             epoch=self._facts.epoch, index_asked=result.index_asked,
         )  # fmt: skip
 
-    def Acquire(  # noqa: N802
+    def Acquire(
         self, request: cache_pb2.AcquireRequest, context: Context
     ) -> Iterator[cache_pb2.AcquireResponse]:
         """Lease shards and say where they lie, as they become ready."""
@@ -183,7 +185,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         for answer in answers:
             yield self._acquire_response(answer)
 
-    def Release(  # noqa: N802
+    def Release(
         self, request: cache_pb2.ReleaseRequest, context: Context
     ) -> cache_pb2.ReleaseResponse:
         """Give leases back."""
@@ -194,7 +196,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             held = store.release(session.id, list(request.lease_ids), self._guarded.clock())
         return cache_pb2.ReleaseResponse(held=held)
 
-    def Reserve(  # noqa: N802
+    def Reserve(
         self, request: cache_pb2.ReserveRequest, context: Context
     ) -> cache_pb2.ReserveResponse:
         """Give room for shards."""
@@ -203,7 +205,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             raise NotReady("the agent drains and takes nothing new; store again when it is back")
         check_count("items", len(request.items), MAX_SHARDS)
         spec = self._spec(request.namespace_digest)
-        items = [self._reserve_item(item, spec, f"items[{i}]") for i, item in enumerate(request.items)]
+        items = [
+            self._reserve_item(item, spec, f"items[{i}]") for i, item in enumerate(request.items)
+        ]
         with self._guarded.changing() as store:
             answers = store.reserve(session.id, spec.digest, items, self._guarded.clock())
         response = cache_pb2.ReserveResponse(
@@ -217,7 +221,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 shard.extent.length = answer.length
         return response
 
-    def Commit(  # noqa: N802
+    def Commit(
         self, request: cache_pb2.CommitRequest, context: Context
     ) -> cache_pb2.CommitResponse:
         """Make reserved shards readable."""
@@ -226,15 +230,14 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         check_distinct("items", (i.reservation_id for i in request.items), len(request.items))
         is_remote = is_tcp(context)
         items = [
-            CommitItem(i.reservation_id, tuple(i.piece_checksums), is_remote=is_remote) for i in request.items
+            CommitItem(i.reservation_id, tuple(i.piece_checksums), is_remote=is_remote)
+            for i in request.items
         ]
         with self._guarded.changing() as store:
             results = self._commit(store, session, items)
         return cache_pb2.CommitResponse(results=[_COMMIT_RESULTS[result] for result in results])
 
-    def Abort(  # noqa: N802
-        self, request: cache_pb2.AbortRequest, context: Context
-    ) -> cache_pb2.AbortResponse:
+    def Abort(self, request: cache_pb2.AbortRequest, context: Context) -> cache_pb2.AbortResponse:
         """End reservations."""
         session = self._registry.live(request.session_token)
         check_count("reservation_ids", len(request.reservation_ids), MAX_SHARDS)
@@ -245,30 +248,30 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 session.streamed.pop(reservation_id, None)
         return cache_pb2.AbortResponse()
 
-    def Read(  # noqa: N802
+    def Read(
         self, request: cache_pb2.ReadRequest, context: Context
-    ) -> Iterator[bytes]:
+    ) -> Iterator[cache_pb2.ReadResponse]:
         """Send leased bytes."""
         session = self._registry.live(request.session_token)
         check_count("ranges", len(request.ranges), MAX_SHARDS)
         ranges = [(r.position, r.start, r.stop) for r in request.ranges]
         return self._byte_streams.read(session, request.lease_id, ranges)
 
-    def Write(  # noqa: N802
+    def Write(
         self, request_iterator: Iterator[cache_pb2.WriteRequest], context: Context
     ) -> cache_pb2.WriteResponse:
         """Take bytes into reserved extents."""
         return cache_pb2.WriteResponse(num_bytes=self._byte_streams.write(request_iterator))
 
-    def ReserveTails(self, request: Any, context: Context) -> Any:  # noqa: N802
+    def ReserveTails(self, request: Any, context: Context) -> Any:
         """Not in this version."""
         raise NotServed("tails are not served in this version; store whole chunks with Reserve")
 
-    def AcquireTails(self, request: Any, context: Context) -> Any:  # noqa: N802
+    def AcquireTails(self, request: Any, context: Context) -> Any:
         """Not in this version."""
         raise NotServed("tails are not served in this version; read whole chunks with Acquire")
 
-    def GetStatus(  # noqa: N802
+    def GetStatus(
         self, request: cache_pb2.GetStatusRequest, context: Context
     ) -> cache_pb2.GetStatusResponse:
         """Describe the agent."""
@@ -278,11 +281,13 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         with self._guarded.reading() as store:
             return store.namespace(parse_digest(digest))
 
-    def _end(self, session: Session, why: str) -> None:
+    def _end(self, session: LiveSession, why: str) -> None:
         if self._registry.end(session):
-            _log.info("session ended id=%d engine=%s why=%s", session.id, session.hello.engine_name, why)
+            _log.info(
+                "session ended id=%d engine=%s why=%s", session.id, session.hello.engine_name, why
+            )
 
-    def _welcome(self, session: Session, *, over_tcp: bool) -> cache_pb2.SessionWelcome:
+    def _welcome(self, session: LiveSession, *, over_tcp: bool) -> cache_pb2.SessionWelcome:
         return cache_pb2.SessionWelcome(
             session_token=session.token, epoch=self._facts.epoch, node_name=self._facts.node_name,
             node_number=self._facts.node_number(), arena_bytes=self._facts.arena_bytes,
@@ -304,7 +309,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             response.shards.add(position=position, result=result)
         return response
 
-    def _reserve_item(self, item: cache_pb2.ReserveItem, spec: NamespaceSpec, where: str) -> ReserveRequestItem:
+    def _reserve_item(
+        self, item: cache_pb2.ReserveItem, spec: NamespaceSpec, where: str
+    ) -> ReserveRequestItem:
         chunk, group, shard = parse_shard(item.shard, spec, where=f"{where}.shard")
         if item.size_bytes != spec.groups[group].shard_bytes:
             raise InvalidRequest(
@@ -313,8 +320,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             )
         if item.parent_key and len(item.parent_key) != DIGEST_BYTES:
             raise InvalidRequest(
-                f"{where}.parent_key has {len(item.parent_key)} bytes; it must have {DIGEST_BYTES}, or none for the first "
-                "chunk"
+                f"{where}.parent_key has {len(item.parent_key)} bytes; it must have {DIGEST_BYTES}, or none for the "
+                "first chunk"
             )
         parent = ChunkKey(item.parent_key) if item.parent_key else None
         return ReserveRequestItem(
@@ -322,11 +329,13 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             size_bytes=item.size_bytes,
         )  # fmt: skip
 
-    def _commit(self, store: Store, session: Session, items: Sequence[CommitItem]) -> list[CommitResult]:
+    def _commit(
+        self, store: Store, session: LiveSession, items: Sequence[CommitItem]
+    ) -> list[CommitResult]:
         """Commit; bytes that came through Write are compared with what was hashed as they came.
 
-        Bytes in shared memory are only their writer's to check. What does not match is committed as a copy in flight, so
-        that the store ends it with CHECKSUM_MISMATCH in the same all-or-nothing step.
+        Bytes in shared memory are only their writer's to check. What does not match is committed as a copy in flight,
+        so that the store ends it with CHECKSUM_MISMATCH in the same all-or-nothing step.
         """
         in_flight = []
         try:
@@ -346,7 +355,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             session.streamed.pop(item.reservation_id, None)
         return results
 
-    def _is_written(self, session: Session, item: CommitItem) -> bool:
+    def _is_written(self, session: LiveSession, item: CommitItem) -> bool:
         streamed = session.streamed.get(item.reservation_id)
         if streamed is None:
             return session.hello.maps_arena

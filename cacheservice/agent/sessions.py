@@ -1,9 +1,9 @@
 """Who is connected: one `Session` per client stream, its token, its arena connection, what it reported.
 
-Invariants: a session that ended owns nothing in the store; memory that it may still write to stays quarantined until its
-arena connection closed; a token is good from welcome to end. All changes happen under the core lock, so that the end of
-a session and the EOF of its arena connection can't pass each other. Called by `service.py`, `arena_socket.py`, the
-ticker in `serve.py`, and the admin service.
+Invariants: a session that ended owns nothing in the store; memory that it may still write to stays quarantined until
+its arena connection closed; a token is good from welcome to end. All changes happen under the core lock, so that the
+end of a session and the EOF of its arena connection can't pass each other. Called by `service.py`, `arena_socket.py`,
+the ticker in `serve.py`, and the admin service.
 """
 
 from __future__ import annotations
@@ -140,13 +140,13 @@ class SessionRegistry:
         """By kind, reason and role, since the agent started."""
 
     def expect_hello(self, cancel: Callable[[], object]) -> int:
-        """Count a stream that just opened; `begin` or `forget_stream` must follow. LimitReached when there are too many."""
+        """Count a stream that just opened; `begin` or `forget_stream` must follow. LimitReached when too many are."""
         now_s = self._guarded.clock()
         with self._guarded.reading():
             if len(self._by_token) + len(self._greeting) >= self._limits.max_sessions:
                 raise LimitReached(
-                    f"this agent has its maximum of {self._limits.max_sessions} sessions; close one, or start the agent "
-                    "with a larger --max-sessions"
+                    f"this agent has its maximum of {self._limits.max_sessions} sessions; close one, or start the "
+                    "agent with a larger --max-sessions"
                 )
             number = next(self._numbers)
             self._greeting[number] = (now_s, cancel)
@@ -205,7 +205,7 @@ class SessionRegistry:
         return sorted(self._by_token.copy().values(), key=lambda s: s.id)
 
     def arena_connected(self, token: bytes) -> Session | None:
-        """Note that the arena goes to the session of `token`; None when it is not live, wants none or has it already."""
+        """Note that the arena goes to the session of `token`; None when it is not live, wants none or has it."""
         with self._guarded.reading():
             session = self._by_token.get(token)
             if session is None or session.arena is not ArenaState.EXPECTED:
@@ -238,7 +238,9 @@ class SessionRegistry:
                 session.asked_tokens += outcome.asked_tokens
                 session.hit_tokens += outcome.served_tokens
             self.outcome_totals[kind, outcome.reason.label, hello.role] += 1
-            self.kept_outcomes.append(KeptOutcome(now_s, hello.engine_name, hello.role, hello.rank, outcome))
+            self.kept_outcomes.append(
+                KeptOutcome(now_s, hello.engine_name, hello.role, hello.rank, outcome)
+            )
 
     def end_silent(self) -> list[tuple[Session, str]]:
         """End sessions without a ping, and those that never came for the arena; returns them with the reason."""
@@ -256,7 +258,11 @@ class SessionRegistry:
             self.end(session)
             session.cancel()
         with self._guarded.reading():
-            overdue = [c for came_s, c in self._greeting.values() if now_s - came_s > self._limits.ping_timeout_s]
+            overdue = [
+                c
+                for came_s, c in self._greeting.values()
+                if now_s - came_s > self._limits.ping_timeout_s
+            ]
         for cancel in overdue:
             cancel()
         return silent

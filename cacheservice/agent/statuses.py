@@ -1,8 +1,9 @@
 """The one place where refusals become gRPC statuses, for every call of every service.
 
 An interceptor wraps each method: messages that can't be parsed and leaves of `RequestRejected` become the status that
-errors.py names for them; anything else is our bug, is logged under a short id and becomes INTERNAL with that id. It also
-lets nobody call what its certificate does not allow, and counts calls. Called by `serve.py` when it builds the server.
+errors.py names for them; anything else is our bug, is logged under a short id and becomes INTERNAL with that id. It
+also lets nobody call what its certificate does not allow, and counts calls. Called by `serve.py` when it builds the
+server.
 """
 
 from __future__ import annotations
@@ -47,14 +48,16 @@ class _Garbled:
         self.error = error
 
 
-class StatusInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
+class StatusInterceptor(grpc.ServerInterceptor):
     """Wraps every method; holds no state of calls."""
 
     def __init__(self, *, check_caller: CheckCaller, count_call: CountCall) -> None:
         self._check_caller = check_caller
         self._count_call = count_call
 
-    def intercept_service(self, continuation: Callable[[Any], Any], handler_call_details: Any) -> Any:
+    def intercept_service(
+        self, continuation: Callable[[Any], Any], handler_call_details: Any
+    ) -> Any:
         """See grpc.ServerInterceptor."""
         handler = continuation(handler_call_details)
         if handler is None:
@@ -63,17 +66,25 @@ class StatusInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
         deserialize = _tolerant(handler.request_deserializer)
         if handler.request_streaming and handler.response_streaming:
             call = self._streaming(method, handler.stream_stream)
-            return grpc.stream_stream_rpc_method_handler(call, deserialize, handler.response_serializer)
+            return grpc.stream_stream_rpc_method_handler(
+                call, deserialize, handler.response_serializer
+            )
         if handler.response_streaming:
             call = self._streaming(method, handler.unary_stream)
-            return grpc.unary_stream_rpc_method_handler(call, deserialize, handler.response_serializer)
+            return grpc.unary_stream_rpc_method_handler(
+                call, deserialize, handler.response_serializer
+            )
         if handler.request_streaming:
             call = self._single(method, handler.stream_unary)
-            return grpc.stream_unary_rpc_method_handler(call, deserialize, handler.response_serializer)
+            return grpc.stream_unary_rpc_method_handler(
+                call, deserialize, handler.response_serializer
+            )
         call = self._single(method, handler.unary_unary)
         return grpc.unary_unary_rpc_method_handler(call, deserialize, handler.response_serializer)
 
-    def _single(self, method: str, behaviour: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Any]:
+    def _single(
+        self, method: str, behaviour: Callable[[Any, Context], Any]
+    ) -> Callable[[Any, Context], Any]:
         name = method.rpartition("/")[2]
 
         def call(request: Any, context: Context) -> Any:
@@ -92,7 +103,9 @@ class StatusInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
 
         return call
 
-    def _streaming(self, method: str, behaviour: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Any]:
+    def _streaming(
+        self, method: str, behaviour: Callable[[Any, Context], Any]
+    ) -> Callable[[Any, Context], Any]:
         name = method.rpartition("/")[2]
 
         def call(request: Any, context: Context) -> Iterator[Any]:
@@ -121,7 +134,10 @@ def _translate(method: str, error: Exception, context: Context) -> tuple[grpc.St
         return grpc.StatusCode.CANCELLED, "the caller went away"
     fault = secrets.token_hex(4)
     _log.error("call failed method=%s fault=%s", method, fault, exc_info=error)
-    return grpc.StatusCode.INTERNAL, f"the agent failed, fault {fault}; its log says why under that id"
+    return (
+        grpc.StatusCode.INTERNAL,
+        f"the agent failed, fault {fault}; its log says why under that id",
+    )
 
 
 def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:

@@ -1,8 +1,9 @@
 """Who may call what over TCP: mutual TLS, and the URI SAN of the caller's certificate.
 
-A certificate names its owner and role as `larder://OWNER/ROLE`, role engine, agent or operator. Engines and agents may use
-the cache, operators may also use the admin service. On the unix socket whoever can open it may do both. Files are read
-again when they change, without a restart. Called by `serve.py`; clients check the DNS SAN (`cacheservice/client/tls.py`).
+A certificate names its owner and role as `larder://OWNER/ROLE`, role engine, agent or operator. Engines and agents
+may use the cache, operators may also use the admin service. On the unix socket whoever can open it may do both. Files
+are read again when they change, without a restart. Called by `serve.py`; clients check the DNS SAN
+(`cacheservice/client/tls.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ class ServerCertificates:
     def credentials(self) -> grpc.ServerCredentials:
         """Credentials for `add_secure_port`. ConfigError when a file can't be used."""
         self._stamps = self._stat()
-        return grpc.dynamic_ssl_server_credentials(self._load(), self._fetch, require_client_authentication=True)
+        return grpc.dynamic_ssl_server_credentials(
+            self._load(),
+            self._fetch,  # type: ignore[arg-type] # None is allowed: grpc documents it, the stubs do not
+            require_client_authentication=True,
+        )
 
     def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
         """Asked by gRPC at every handshake; None keeps what it has."""
@@ -90,8 +95,8 @@ class CallerCheck:
         if not self._speaks_tls:
             if is_admin:
                 raise Forbidden(
-                    "the admin service is not served over plain TCP; use the agent's unix socket, or TLS with an operator's "
-                    "certificate"
+                    "the admin service is not served over plain TCP; use the agent's unix socket, or TLS with an "
+                    "operator's certificate"
                 )
             return
         role = self._role(context)
@@ -104,12 +109,12 @@ class CallerCheck:
         identities = []
         auth = context.auth_context()
         for name in _SAN_PROPERTIES:
-            identities += [value.decode(errors="replace") for value in auth.get(name, [])]
+            identities += [bytes(value).decode(errors="replace") for value in auth.get(name, [])]
         for identity in identities:
             match = _URI.fullmatch(identity)
             if match is not None and self._owner in (None, match["owner"]):
                 return match["role"]
         owner = self._owner or "OWNER"
         raise Forbidden(
-            f"the certificate has no URI SAN larder://{owner}/ROLE with role engine, agent or operator; issue one that has"
+            f"the certificate has no URI SAN larder://{owner}/ROLE with role engine, agent or operator; issue one"
         )

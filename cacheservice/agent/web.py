@@ -44,7 +44,9 @@ class WebServer:
         try:
             self._server = _Server(address, handler)
         except OSError as error:
-            raise ConfigError(f"--http {address}: can't listen there: {error.strerror}; choose another port") from error
+            raise ConfigError(
+                f"--http {address}: can't listen there: {error.strerror}; choose another port"
+            ) from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
 
     @property
@@ -86,7 +88,7 @@ class _Server(ThreadingHTTPServer):
         finally:
             self._slots.release()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
         """A client that goes away in the middle is nothing to report loudly."""
         _log.debug("http request failed client=%s", client_address, exc_info=True)
 
@@ -102,7 +104,10 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if path == "/healthz":
             alive = self.pages.is_alive()
-            self._send(200 if alive else 503, b"ok\n" if alive else b"a thread of the agent died; restart it\n")
+            self._send(
+                200 if alive else 503,
+                b"ok\n" if alive else b"a thread of the agent died; restart it\n",
+            )
         elif path == "/readyz":
             why_not = self.pages.why_not_ready()
             self._send(503 if why_not else 200, f"{why_not or 'ok'}\n".encode())
@@ -114,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(404, b"not here; there are /healthz, /readyz, /metrics and /statusz\n")
 
-    do_HEAD = do_GET
+    do_HEAD = do_GET  # noqa: N815
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Requests are not logged: probes would fill the log."""
