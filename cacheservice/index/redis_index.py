@@ -113,9 +113,8 @@ class RedisIndex:
         self._must_announce_again = False
         self._renew_at = 0.0
         self._lookup_trouble: RedisTrouble | None = None
-        self._write_trouble: RedisTrouble | None = RedisTrouble(
-            IndexHealth.UNREACHABLE, f"Redis at {location.label} has not been asked yet"
-        )
+        self._write_trouble: RedisTrouble | None = None
+        self._was_reached = False
         self._counts = dict.fromkeys(
             (
                 "lookups",
@@ -234,9 +233,11 @@ class RedisIndex:
     def status(self) -> IndexStatus:
         """See `Index.status`: trouble of writes first, since it includes all that the node does for others."""
         found = self._write_trouble or self._lookup_trouble
-        if found is None:
-            return IndexStatus(IndexHealth.READY)
-        return IndexStatus(found.health, str(found))
+        if found is not None:
+            return IndexStatus(found.health, str(found))
+        if not self._was_reached:
+            return IndexStatus(IndexHealth.UNREACHABLE, f"Redis at {self._location.label} has not been asked yet")
+        return IndexStatus(IndexHealth.READY)
 
     def counters(self) -> Mapping[str, int]:
         """See `Index.counters`."""
@@ -523,6 +524,7 @@ class RedisIndex:
             raise
         self._breaker.succeeded()
         self._lookup_trouble = None
+        self._was_reached = True
         return answer
 
     def _write(self, exchange: Callable[[Connection, Deadline], T]) -> T:
@@ -533,6 +535,7 @@ class RedisIndex:
             self._write_trouble = error
             raise
         self._write_trouble = None
+        self._was_reached = True
         return answer
 
     def _exchange(

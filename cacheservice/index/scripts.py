@@ -38,6 +38,7 @@ _READ = (
 local function get(key)
   local value = redis.pcall('GET', key)
   if type(value) == 'string' then return value end
+  if type(value) == 'table' and not string.find(value.err, 'WRONGTYPE', 1, true) then error(value.err) end
   return false
 end
 local function count(text)
@@ -188,7 +189,9 @@ for i, key in ipairs(KEYS) do
       if string.sub(value, at, at + 2) ~= own then
         local node = string.byte(value, at) + 256 * string.byte(value, at + 1)
         if epochs[node] == nil then epochs[node] = epoch_of(get(prefix .. 'node:' .. node)) end
-        if epochs[node] and epochs[node] == string.sub(value, at + 4, at + 7) then
+        local tier, version = string.byte(value, at + 2), string.byte(value, at + 3)
+        local is_known = version ~= 1 or (tier >= 1 and tier <= 3)
+        if is_known and epochs[node] and epochs[node] == string.sub(value, at + 4, at + 7) then
           kept[#kept + 1] = string.sub(value, at, stop)
         else
           dropped = dropped + 1
