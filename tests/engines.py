@@ -91,6 +91,7 @@ class Engine:
         if transfer is not None:
             settings["kv_transfer_config"] = KVTransferConfig(**transfer)
         self.llm = LLM(**settings)
+        self._keep_stats()
 
     @property
     def core(self) -> Any:
@@ -144,6 +145,44 @@ class Engine:
             [{"prompt_token_ids": list(p)} for p in prompts], sampling, use_tqdm=False
         )
         return [_answer(output) for output in outputs]
+
+    def totals(self) -> dict[str, float]:
+        """Counts of both halves since the last call, as their stats name them (log stats are off, so nobody else reads)."""
+        merged: dict[str, float] = {}
+        for part in (self._seen, self.connector._scheduler.drain_stats(), self.worker_connector._worker.drain_stats()):
+            for key, value in (part.data if part is not None else {}).items():
+                merged[key] = merged.get(key, 0) + value
+        self._seen.reset()
+        return merged
+
+    def _keep_stats(self) -> None:
+        """vLLM drains our counts every step; add them up before they are gone."""
+        from cacheservice.connector.stats import LarderStats
+
+        self._seen = LarderStats()
+        if self.scheduler.connector is None:
+            return
+        for connector in (self.connector, self.worker_connector):
+
+            def drain(original: Any = connector.get_kv_connector_stats) -> Any:
+                stats = original()
+                if stats is not None:
+                    self._seen.aggregate(stats)
+                return stats
+
+            connector.get_kv_connector_stats = drain
+
+    def count_preemptions(self) -> list[int]:
+        """A list whose only element counts preemptions from now on."""
+        count = [0]
+        original = self.scheduler._preempt_request
+
+        def counted(*arguments: Any, **options: Any) -> None:
+            count[0] += 1
+            original(*arguments, **options)
+
+        self.scheduler._preempt_request = counted
+        return count
 
     def drain(self, limit: int = 10_000) -> None:
         """Step until nothing is in flight: saves are reported and their pins released."""
