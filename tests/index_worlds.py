@@ -23,7 +23,9 @@ def chunk(number: int) -> ChunkKey:
     return ChunkKey(b"\r\n\0{}:" + number.to_bytes(26, "big"))
 
 
-def announcement(number: int, bitmap: int = 1, namespace: NamespaceDigest = NAMESPACE) -> Announcement:
+def announcement(
+    number: int, bitmap: int = 1, namespace: NamespaceDigest = NAMESPACE
+) -> Announcement:
     """What an agent says of chunk `number`."""
     return Announcement(namespace, chunk(number), bitmap)
 
@@ -140,4 +142,3 @@ def poll(is_done: Callable[[], object], *, timeout_s: float = 20.0) -> None:
     while not is_done():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.002)
-

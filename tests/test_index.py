@@ -34,7 +34,9 @@ def server() -> Iterator[RedisServer]:
 @pytest.fixture(params=["memory", "redis"])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     world: World = (
-        MemoryWorld() if request.param == "memory" else RedisWorld(request.getfixturevalue("server"))
+        MemoryWorld()
+        if request.param == "memory"
+        else RedisWorld(request.getfixturevalue("server"))
     )
     yield world
     world.close()
@@ -43,7 +45,9 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 def joined(world: World, name: str, *, address: str = "", epoch: int = 0) -> tuple[Index, int]:
     """An agent that is in the node table, and its number."""
     index = world.agent()
-    return index, index.join(name=name, address=address, epoch=epoch or secrets.randbelow(2**32 - 1) + 1)
+    return index, index.join(
+        name=name, address=address, epoch=epoch or secrets.randbelow(2**32 - 1) + 1
+    )
 
 
 def holders(index: Index, *numbers: int) -> list[tuple[Holder, ...]]:
@@ -54,7 +58,11 @@ def test_another_agents_chunks_are_found_in_order_with_their_shards(world: World
     a, number = joined(world, "a", epoch=11)
     b, _ = joined(world, "b")
     a.announce([announcement(1, 0b1), announcement(3, 1 << 200)])
-    assert holders(b, 3, 2, 1) == [(Holder(number, 1, 11, 1 << 200),), (), (Holder(number, 1, 11, 1),)]
+    assert holders(b, 3, 2, 1) == [
+        (Holder(number, 1, 11, 1 << 200),),
+        (),
+        (Holder(number, 1, 11, 1),),
+    ]
     assert b.lookup(NAMESPACE, []) == []
 
 
@@ -91,7 +99,10 @@ def test_announcing_again_replaces_and_an_empty_bitmap_withdraws(world: World) -
     a.announce([announcement(1, 0b01)])
     b.announce([announcement(1, 0b10)])
     a.announce([announcement(1, 0b11)])
-    assert {(h.node, h.bitmap) for h in holders(reader, 1)[0]} == {(a_number, 0b11), (b_number, 0b10)}
+    assert {(h.node, h.bitmap) for h in holders(reader, 1)[0]} == {
+        (a_number, 0b11),
+        (b_number, 0b10),
+    }
     a.announce([announcement(1, 0), announcement(9, 0)])
     assert [(h.node, h.bitmap) for h in holders(reader, 1)[0]] == [(b_number, 0b10)]
     b.announce([announcement(1, 0)])
@@ -148,7 +159,9 @@ def test_nodes_are_those_with_a_lease(world: World) -> None:
         a.nodes()[1] = Node(1, 1, "x", "")  # type: ignore[index]
 
 
-def test_entries_of_a_dead_node_are_ignored_and_removed_by_the_next_announcement(world: World) -> None:
+def test_entries_of_a_dead_node_are_ignored_and_removed_by_the_next_announcement(
+    world: World,
+) -> None:
     dead, dead_number = joined(world, "dead")
     dead.announce([announcement(1)])
     world.expire_lease(dead_number)
@@ -187,7 +200,9 @@ def test_a_restarted_agent_keeps_its_number_and_its_old_entries_are_dead(world: 
     assert [h.epoch for h in holders(world.agent(), 2)[0]] == [2]
 
 
-def test_an_agent_that_crashed_at_a_known_address_takes_its_number_over_at_once(world: World) -> None:
+def test_an_agent_that_crashed_at_a_known_address_takes_its_number_over_at_once(
+    world: World,
+) -> None:
     old, number = joined(world, "a", address="h:1", epoch=1)
     new, same_number = joined(world, "a", address="h:1", epoch=2)
     assert same_number == number
@@ -248,11 +263,16 @@ def test_a_fenced_agent_changes_nothing(world: World) -> None:
             old.announce(late)
     old.leave()
     reader = world.agent()
-    assert [[(h.epoch, h.bitmap) for h in found] for found in holders(reader, 1, 2)] == [[(2, 2)], []]
+    assert [[(h.epoch, h.bitmap) for h in found] for found in holders(reader, 1, 2)] == [
+        [(2, 2)],
+        [],
+    ]
     assert new.heartbeat() is False
 
 
-def test_an_agent_that_slept_past_its_lease_comes_back_with_its_number_and_epoch(world: World) -> None:
+def test_an_agent_that_slept_past_its_lease_comes_back_with_its_number_and_epoch(
+    world: World,
+) -> None:
     a, number = joined(world, "a", epoch=9)
     a.announce([announcement(1)])
     world.expire_lease(number)

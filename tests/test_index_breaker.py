@@ -79,7 +79,9 @@ def test_a_probe_that_never_reports_is_replaced() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 5))))
-def test_open_is_exactly_failures_in_a_row_without_a_success_since(steps: list[tuple[bool, float]]) -> None:
+def test_open_is_exactly_failures_in_a_row_without_a_success_since(
+    steps: list[tuple[bool, float]],
+) -> None:
     clock = FakeClock()
     breaker = build(clock)
     in_a_row = 0

@@ -1,4 +1,5 @@
-"""The index on a real Redis that is killed, emptied, stopped, filled, or full of garbage: a bounded miss, then healing."""
+"""The index on a real Redis that is killed, emptied, stopped, filled, or full of garbage: a bounded miss, then
+healing."""
 
 from __future__ import annotations
 
@@ -92,7 +93,9 @@ def test_every_key_has_the_prefix_and_a_chunks_key_the_namespaces_tag(world: Red
     mine = set(world.keys())
     others = {key for key in world.redis.scan_iter(count=10_000) if not key.startswith(b"larder:")}
     assert not others
-    assert {key.decode(errors="replace").removeprefix(world.prefix).split(":")[0] for key in mine} == {
+    assert {
+        key.decode(errors="replace").removeprefix(world.prefix).split(":")[0] for key in mine
+    } == {
         "node",
         "name",
         "number",
@@ -185,7 +188,9 @@ def test_a_thousand_nodes_are_read_in_two_round_trips_then_one(world: RedisWorld
     assert num_reads() - before == 3
 
 
-def test_a_node_that_joined_a_moment_ago_is_found_without_waiting_for_the_table(world: RedisWorld) -> None:
+def test_a_node_that_joined_a_moment_ago_is_found_without_waiting_for_the_table(
+    world: RedisWorld,
+) -> None:
     reader, late = world.agent(), world.agent()
     assert reader.nodes() == {}
     join(late, "late")
@@ -293,7 +298,9 @@ def test_scripts_that_redis_forgot_are_loaded_again(world: RedisWorld) -> None:
 # Stalls
 
 
-def test_a_stopped_redis_costs_each_lookup_its_timeout_then_nothing_then_heals(server: RedisServer) -> None:
+def test_a_stopped_redis_costs_each_lookup_its_timeout_then_nothing_then_heals(
+    server: RedisServer,
+) -> None:
     with indexes(server, 2, timeout_s=0.02) as (a, b):
         join(a, "a")
         a.announce([announcement(1)])
@@ -386,8 +393,9 @@ def garbage_values() -> dict[str, bytes]:
         "no epoch": good[:4] + bytes(4) + good[8:],
         "another version": good[:3] + b"\x09" + good[4:],
         "unknown tier": good[:2] + b"\x00" + good[3:],
-        "no shard": good[:9] + bytes(8),
-        "claims more words than it has": good[:8] + b"\xff" + good[9:],
+        "no shard": good[:9] + bytes(1),
+        "an empty bitmap": good[:8] + bytes(1),
+        "claims a longer bitmap than it has": good[:8] + b"\xff" + good[9:],
         "10 MiB": bytes(10 * 1024 * 1024),
         "many entries": b"".join(pack_entry(Holder(n, 1, 5, 3)) for n in range(2, 2000)),
         "random": random.Random(7).randbytes(999),
@@ -395,7 +403,9 @@ def garbage_values() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("what", garbage_values())
-def test_garbage_in_a_chunks_value_is_a_miss_and_is_overwritten(world: RedisWorld, what: str) -> None:
+def test_garbage_in_a_chunks_value_is_a_miss_and_is_overwritten(
+    world: RedisWorld, what: str
+) -> None:
     writer, reader = world.agent(), world.agent()
     number = writer.join(name="w", address="", epoch=5)
     value = garbage_values()[what]
@@ -431,7 +441,9 @@ def test_a_key_of_another_type_is_a_miss_and_is_overwritten(world: RedisWorld) -
     assert found(reader, 1) == [True]
 
 
-@pytest.mark.parametrize("garbage", [b"", b"-1", b"inf", b"nan", b"1e99", b"999999999999", b"x", b"0x10", b"2.5"])
+@pytest.mark.parametrize(
+    "garbage", [b"", b"-1", b"inf", b"nan", b"1e99", b"999999999999", b"x", b"0x10", b"2.5"]
+)
 def test_garbage_in_the_node_table_hurts_nobody(world: RedisWorld, garbage: bytes) -> None:
     a, b = world.agent(), world.agent()
     number = join(a, "a")
@@ -449,7 +461,9 @@ def test_garbage_in_the_node_table_hurts_nobody(world: RedisWorld, garbage: byte
     assert set(b.nodes()) == {number, other}
 
 
-@pytest.mark.parametrize("suffix", ["top", "sentinel", "node:1", "name:1", "number:1:a", "node:2", "name:2"])
+@pytest.mark.parametrize(
+    "suffix", ["top", "sentinel", "node:1", "name:1", "number:1:a", "node:2", "name:2"]
+)
 def test_a_node_table_key_of_another_type_is_replaced(world: RedisWorld, suffix: str) -> None:
     a = world.agent()
     join(a, "a")
@@ -469,7 +483,9 @@ def test_any_bytes_in_the_node_table_are_survived(world: RedisWorld) -> None:
     for _ in range(200):
         record = rng.randbytes(rng.randrange(1, 60))
         world.redis.set(f"{world.prefix}node:2", rng.choice([b"\x01", b""]) + record)
-        world.redis.set(chunk_key(world, 1), struct.pack("<HBBIBQ", 2, 1, 1, rng.randrange(1, 9), 1, 1))
+        world.redis.set(
+            chunk_key(world, 1), struct.pack("<HBBIBB", 2, 1, 1, rng.randrange(1, 9), 1, 1)
+        )
         world.clock.advance(1.01)
         reader.lookup(NAMESPACE, [chunk(1)])
         writer.announce([announcement(1)])
@@ -521,10 +537,18 @@ def test_an_evicting_redis_may_drop_everything_and_all_comes_back(server: RedisS
     with indexes(server) as (a, b), server.client() as client:
         number = join(a, "a")
         a.announce([announcement(1)])
-        for victim in (b"larder:node:1", b"larder:name:1", b"larder:number:1:a", b"larder:top", b"larder:sentinel"):
+        for victim in (
+            b"larder:node:1",
+            b"larder:name:1",
+            b"larder:number:1:a",
+            b"larder:top",
+            b"larder:sentinel",
+        ):
             client.delete(victim)
             must_announce = a.heartbeat()
-            assert must_announce is (victim in (b"larder:node:1", b"larder:name:1", b"larder:sentinel")), victim
+            assert must_announce is (
+                victim in (b"larder:node:1", b"larder:name:1", b"larder:sentinel")
+            ), victim
             a.announce([announcement(1)])
             assert join_again(b, "a") == number
             assert found(b, 1) == [True]
@@ -597,7 +621,9 @@ def test_a_fault_on_any_one_exchange_changes_no_result(
 # Scripts
 
 
-def run_script(world: RedisWorld, script: Script, keys: list[bytes], *arguments: bytes | str | int) -> Any:
+def run_script(
+    world: RedisWorld, script: Script, keys: list[bytes], *arguments: bytes | str | int
+) -> Any:
     return world.redis.eval(script.source, len(keys), *keys, *arguments)
 
 

@@ -1,4 +1,5 @@
-"""Who is let in to Redis, and what is said when nobody is: URLs, users, password files, ACLs, TLS. No secret in any word."""
+"""Who is let in to Redis, and what is said when nobody is: URLs, users, password files, ACLs, TLS. No secret in any
+word."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ QUOTED = "s3cr3t%2Fp%40ss%3A%20w%C3%B6rd"
         (f"unix://joe:{QUOTED}@/run/redis.sock", "unix://joe@/run/redis.sock", SECRET),
     ],
 )
-def test_urls_are_understood_and_shown_without_password(url: str, label: str, password: str | None) -> None:
+def test_urls_are_understood_and_shown_without_password(
+    url: str, label: str, password: str | None
+) -> None:
     location = parse_location(url)
     assert location.label == label
     assert location.read_password() == password
@@ -82,7 +85,11 @@ def test_a_wrong_url_is_refused_without_quoting_its_password(url: str) -> None:
     while error is not None:
         assert "s3cr3t" not in str(error)
         error = error.__cause__
-    assert "redis://" in str(caught.value) or "unix://" in str(caught.value) or "URL" in str(caught.value)
+    assert (
+        "redis://" in str(caught.value)
+        or "unix://" in str(caught.value)
+        or "URL" in str(caught.value)
+    )
 
 
 def test_contradictions_are_refused(tmp_path: Path) -> None:
@@ -155,7 +162,9 @@ def refusal(index: Index) -> str:
 @pytest.fixture(scope="module", params=[None, "/usr/bin/redis-server"], ids=["bundled", "system"])
 def protected_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     binary = request.param or redis_server_binary()
-    if request.param and (not os.path.exists(binary) or os.path.realpath(binary) == redis_server_binary()):
+    if request.param and (
+        not os.path.exists(binary) or os.path.realpath(binary) == redis_server_binary()
+    ):
         pytest.skip(f"no second redis-server at {binary}")
     with RedisServer(password=SECRET, binary=binary) as server:
         yield server
@@ -170,7 +179,9 @@ def test_a_password_in_the_url_lets_in(protected_server: RedisServer) -> None:
 def test_no_password_and_a_wrong_one_are_told_apart(protected_server: RedisServer) -> None:
     assert "NOAUTH" in refusal(build_index(protected_server.url_for(None, None)))
     assert "WRONGPASS" in refusal(build_index(protected_server.url_for(None, "s3cr3t-but-wrong")))
-    assert "WRONGPASS" in refusal(build_index(protected_server.url_for("nobody", "s3cr3t-but-wrong")))
+    assert "WRONGPASS" in refusal(
+        build_index(protected_server.url_for("nobody", "s3cr3t-but-wrong"))
+    )
 
 
 def test_a_password_where_none_is_wanted_is_named() -> None:
@@ -178,7 +189,9 @@ def test_a_password_where_none_is_wanted_is_named() -> None:
         assert "has no password" in refusal(build_index(server.url_for(None, SECRET)))
 
 
-def test_a_password_file_is_read_again_at_each_connect(protected_server: RedisServer, tmp_path: Path) -> None:
+def test_a_password_file_is_read_again_at_each_connect(
+    protected_server: RedisServer, tmp_path: Path
+) -> None:
     secret = tmp_path / "password"
     index = build_index(protected_server.url_for(None, None), password_file=secret, timeout_s=1)
     with pytest.raises(IndexUnavailable, match=r"password file .*/password .*No such file"):
@@ -191,7 +204,9 @@ def test_a_password_file_is_read_again_at_each_connect(protected_server: RedisSe
     index.close()
 
 
-def test_a_user_with_the_documented_rights_and_no_more_is_enough(protected_server: RedisServer) -> None:
+def test_a_user_with_the_documented_rights_and_no_more_is_enough(
+    protected_server: RedisServer,
+) -> None:
     prefix = "larder:0a1b2c3d:"
     line = acl_line(prefix, "agent").replace("PASSWORD", "s3cr3t-agent")
     with protected_server.client() as client:
@@ -204,13 +219,19 @@ def test_a_user_with_the_documented_rights_and_no_more_is_enough(protected_serve
         assert index.status().health is IndexHealth.READY
         index.close()
         # The same user under another prefix is refused, and told how it would not be.
-        foreign = refusal(build_index(protected_server.url_for("agent", "s3cr3t-agent"), key_prefix="larder:ffff0000:"))
+        foreign = refusal(
+            build_index(
+                protected_server.url_for("agent", "s3cr3t-agent"), key_prefix="larder:ffff0000:"
+            )
+        )
         assert "NOPERM" in foreign
         assert acl_line("larder:ffff0000:", "agent") in foreign
         client.execute_command("ACL", "DELUSER", "agent")
 
 
-@pytest.mark.parametrize("command", ["mget", "get", "set", "pexpire", "evalsha", "script|load", "info", "select"])
+@pytest.mark.parametrize(
+    "command", ["mget", "get", "set", "pexpire", "evalsha", "script|load", "info", "select"]
+)
 def test_each_documented_right_is_needed_and_named_when_missing(
     protected_server: RedisServer, command: str
 ) -> None:
@@ -234,7 +255,9 @@ def select_of(server: RedisServer) -> str:
     return "?db=1" if server.socket_path else "/1"
 
 
-def test_a_right_that_is_withdrawn_later_is_noticed_and_heals(protected_server: RedisServer) -> None:
+def test_a_right_that_is_withdrawn_later_is_noticed_and_heals(
+    protected_server: RedisServer,
+) -> None:
     line = acl_line("larder:", "agent").replace("PASSWORD", "s3cr3t-agent")
     with protected_server.client() as client:
         client.execute_command("ACL", "SETUSER", "agent", "reset")
@@ -256,11 +279,10 @@ def test_a_server_that_is_no_redis_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
-            for _ in range(2):
-                connection, _ = listener.accept()
-                with connection:
-                    connection.recv(100)
-                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
@@ -269,6 +291,7 @@ def test_a_server_that_is_no_redis_is_named() -> None:
             index.lookup(NAMESPACE, [chunk(1)])
         assert "whether Redis runs there" in index.status().message
         index.close()
+        thread.join()
 
 
 # TLS
@@ -301,7 +324,9 @@ def make_certificates(folder: Path) -> Certificates:
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - datetime.timedelta(hours=1))
             .not_valid_after(now + datetime.timedelta(hours=1))
-            .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
+            .add_extension(
+                x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True
+            )
             .add_extension(
                 x509.SubjectAlternativeName(
                     [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
@@ -337,7 +362,9 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 def tls_server(certificates: Certificates) -> Iterator[RedisServer]:
     binary = tls_redis_server_binary()
     if binary is None:
-        pytest.skip("no redis-server with TLS: install Debian's redis-server, or set LARDER_REDIS_SERVER")
+        pytest.skip(
+            "no redis-server with TLS: install Debian's redis-server, or set LARDER_REDIS_SERVER"
+        )
     tls = ServerTls(*certificates.server, ca=certificates.ca, verify_clients=True)
     with RedisServer(tls=tls, binary=binary, password=SECRET) as server:
         yield server
@@ -345,7 +372,13 @@ def tls_server(certificates: Certificates) -> Iterator[RedisServer]:
 
 def tls_index(server: RedisServer, certificates: Certificates, **changes: object) -> Index:
     cert, key = certificates.client
-    options = {"tls_ca": certificates.ca, "tls_cert": cert, "tls_key": key, "timeout_s": 1.0, "write_timeout_s": 5.0}
+    options = {
+        "tls_ca": certificates.ca,
+        "tls_cert": cert,
+        "tls_key": key,
+        "timeout_s": 1.0,
+        "write_timeout_s": 5.0,
+    }
     return build_index(server.url, **{**options, **changes})  # type: ignore[arg-type]
 
 
@@ -357,7 +390,9 @@ def tls_failure(index: Index) -> str:
     return str(caught.value)
 
 
-def test_tls_with_a_client_certificate_works(tls_server: RedisServer, certificates: Certificates) -> None:
+def test_tls_with_a_client_certificate_works(
+    tls_server: RedisServer, certificates: Certificates
+) -> None:
     index = tls_index(tls_server, certificates)
     use(index)
     many = [chunk(n) for n in range(100, 4196)]
@@ -366,7 +401,9 @@ def test_tls_with_a_client_certificate_works(tls_server: RedisServer, certificat
     index.close()
 
 
-def test_tls_failures_say_what_to_do(tls_server: RedisServer, certificates: Certificates, tmp_path: Path) -> None:
+def test_tls_failures_say_what_to_do(
+    tls_server: RedisServer, certificates: Certificates, tmp_path: Path
+) -> None:
     untrusted = tls_failure(tls_index(tls_server, certificates, tls_ca=certificates.other_ca))
     assert "certificate is not trusted" in untrusted
     assert "give the CA" in untrusted
@@ -375,14 +412,18 @@ def test_tls_failures_say_what_to_do(tls_server: RedisServer, certificates: Cert
     missing = tls_failure(tls_index(tls_server, certificates, tls_ca=tmp_path / "absent.pem"))
     assert "absent.pem" in missing
     (tmp_path / "empty.pem").write_text("no PEM")
-    assert "must be readable PEM" in tls_failure(tls_index(tls_server, certificates, tls_ca=tmp_path / "empty.pem"))
+    assert "must be readable PEM" in tls_failure(
+        tls_index(tls_server, certificates, tls_ca=tmp_path / "empty.pem")
+    )
     plain = tls_failure(build_index(f"redis://127.0.0.1:{tls_server.port}"))
     assert "rediss://" in plain
 
 
 def test_a_server_without_tls_is_told_apart(certificates: Certificates) -> None:
     with RedisServer(tcp=True) as server:
-        index = build_index(f"rediss://127.0.0.1:{server.port}", tls_ca=certificates.ca, write_timeout_s=2)
+        index = build_index(
+            f"rediss://127.0.0.1:{server.port}", tls_ca=certificates.ca, write_timeout_s=2
+        )
         said = tls_failure(index)
         assert "does it speak TLS" in said or "did not" in said
 

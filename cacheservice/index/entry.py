@@ -1,13 +1,12 @@
 """The packed value of one chunk: who holds which of its shards. Pure.
 
-docs/decisions/0005-redis-format.md says why it is so. A value is a sequence of entries, little-endian, each 9 bytes and
-a bitmap:
+A value is a sequence of entries, little-endian, each 9 bytes and a bitmap without its trailing zero bytes:
 
-    u16 node   u8 tier   u8 version   u32 epoch   u8 words   words × u64 bitmap
+    u16 node   u8 tier   u8 version   u32 epoch   u8 length   length × u8 bitmap
 
 Invariants: `pack_entry` writes only what `parse_entries` accepts; `parse_entries` raises nothing whatever it is given,
 reads at most MAX_HOLDERS entries of at most MAX_VALUE_BYTES, and never guesses: what does not parse is counted and left
-out.
+out. Why it is so: docs/decisions/0005-redis-format.md.
 
 Used by both indexes; the Lua of `scripts.py` does `replace_entry` once more inside Redis.
 """
@@ -23,16 +22,13 @@ from cacheservice.index.port import Holder
 VERSION = 1
 TIERS = (1, 2, 3)
 """cpu, gpu, disk."""
-WORD_BITS = 64
-MAX_WORDS = 255
-MAX_BITMAP_BITS = WORD_BITS * MAX_WORDS
+MAX_BITMAP_BITS = 8 * 255
 MAX_HOLDERS = 32
 """Entries kept per chunk. One owner is enough to pull from; more would make the values of popular chunks long."""
 MAX_VALUE_BYTES = 65_536
 
 _HEAD = struct.Struct("<HBBIB")
 HEAD_BYTES = _HEAD.size
-_SMALL = struct.Struct("<HBBIBQ")
 
 
 class ParsedValue(NamedTuple):
@@ -43,23 +39,17 @@ class ParsedValue(NamedTuple):
 
 
 def pack_entry(holder: Holder) -> bytes:
-    """Bytes of one entry: 17 for a bitmap of up to 64 bits, 8 more for each further 64."""
-    words = max(1, -(-holder.bitmap.bit_length() // WORD_BITS))
+    """Bytes of one entry: 10 when only the first 8 shards are set, one more for each further 8."""
     if not 0 < holder.bitmap < 1 << MAX_BITMAP_BITS:
         raise ValueError(f"a bitmap has 1 to {MAX_BITMAP_BITS} bits and at least one set")
-    if words == 1:
-        return _SMALL.pack(holder.node, holder.tier, VERSION, holder.epoch, 1, holder.bitmap)
-    head = _HEAD.pack(holder.node, holder.tier, VERSION, holder.epoch, words)
-    return head + holder.bitmap.to_bytes(words * 8, "little")
+    length = -(-holder.bitmap.bit_length() // 8)
+    head = _HEAD.pack(holder.node, holder.tier, VERSION, holder.epoch, length)
+    return head + holder.bitmap.to_bytes(length, "little")
 
 
 def parse_entries(value: bytes) -> ParsedValue:
     """All valid entries in order, and the number of malformed ones; a tail that can't be cut into entries counts as
     one."""
-    if len(value) == _SMALL.size:
-        node, tier, version, epoch, words, bitmap = _SMALL.unpack(value)
-        if words == 1 and _is_valid(node, tier, version, epoch, bitmap):
-            return ParsedValue((Holder(node, tier, epoch, bitmap),), 0)
     if len(value) > MAX_VALUE_BYTES:
         return ParsedValue((), 1)
     holders: dict[tuple[int, int], Holder] = {}
@@ -70,8 +60,8 @@ def parse_entries(value: bytes) -> ParsedValue:
             break
         if len(value) - at < HEAD_BYTES:
             return ParsedValue(tuple(holders.values()), malformed + 1)
-        node, tier, version, epoch, words = _HEAD.unpack_from(value, at)
-        stop = at + HEAD_BYTES + words * 8
+        node, tier, version, epoch, length = _HEAD.unpack_from(value, at)
+        stop = at + HEAD_BYTES + length
         if stop > len(value):
             return ParsedValue(tuple(holders.values()), malformed + 1)
         bitmap = int.from_bytes(value[at + HEAD_BYTES : stop], "little")

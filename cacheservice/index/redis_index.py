@@ -236,7 +236,9 @@ class RedisIndex:
         if found is not None:
             return IndexStatus(found.health, str(found))
         if not self._was_reached:
-            return IndexStatus(IndexHealth.UNREACHABLE, f"Redis at {self._location.label} has not been asked yet")
+            return IndexStatus(
+                IndexHealth.UNREACHABLE, f"Redis at {self._location.label} has not been asked yet"
+            )
         return IndexStatus(IndexHealth.READY)
 
     def counters(self) -> Mapping[str, int]:

@@ -180,9 +180,9 @@ for i, key in ipairs(KEYS) do
   elseif value then
     local at, size = 1, #value
     while at <= size do
-      local words = string.byte(value, at + {HEAD_BYTES - 1})
-      local stop = at + {HEAD_BYTES} + (words or 0) * 8 - 1
-      if not words or words == 0 or stop > size then
+      local length = string.byte(value, at + {HEAD_BYTES - 1})
+      local stop = at + {HEAD_BYTES - 1} + (length or 0)
+      if not length or length == 0 or stop > size then
         dropped = dropped + 1
         break
       end
