@@ -153,9 +153,12 @@ class ArenaSocket:
             return
         except OSError:
             received = b""
-        if not received or connection.session is not None:
-            # EOF, or bytes where none are due: either way this client is done.
+        if not received:
             self._close(connection)
+            return
+        if connection.session is not None:
+            # Not our protocol, but no proof either that the mapping is gone: only the session ends.
+            self._registry.dismiss(connection.session)
             return
         connection.received += received
         if len(connection.received) == HELLO.size:

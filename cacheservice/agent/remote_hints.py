@@ -69,7 +69,7 @@ class RemoteHints:
             for position in range(len(chunks))
             if Presence.ABSENT in presence[position * num_groups : (position + 1) * num_groups]
         ]
-        if not wanted or self._index.status().health is IndexHealth.MEMORY:
+        if not wanted or self._is_alone():
             return True
         found = self._ask(spec.digest, [chunks[p] for p in wanted])
         if found is None:
@@ -127,7 +127,7 @@ class RemoteHints:
                     if hint.until_s > now_s:
                         found[chunk] = hint
         unknown = [chunk for chunk in chunks if chunk not in found]
-        if not unknown or self._index.status().health is IndexHealth.MEMORY:
+        if not unknown or self._is_alone():
             return found
         for chunk, holder in zip(unknown, self._ask(spec.digest, unknown) or [], strict=False):
             if holder is not None:
@@ -159,6 +159,10 @@ class RemoteHints:
         if node is None or node.epoch != epoch or not _is_address(node.address):
             return None
         return node
+
+    def _is_alone(self) -> bool:
+        """Whether nobody else can be in the index, so that asking it per chunk is waste."""
+        return self._index.status().health is IndexHealth.MEMORY and len(self._index.nodes()) < 2
 
     def _remember(self, namespace: NamespaceDigest, chunk: ChunkKey, hint: RemoteHint) -> None:
         self._hints[namespace, chunk] = hint

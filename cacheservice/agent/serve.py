@@ -59,6 +59,9 @@ SERVICES = ("cacheservice.v1.CacheService", "cacheservice.v1.AdminService")
 _PULL_SESSION = SessionId(0)
 """Clients' sessions are numbered from 1."""
 _TICK_S = 0.25
+_STOPPED_S = 2.0
+_GRACE_S = 4.0
+"""Longer than the interval of pings."""
 _EVICT_PER_TICK = 256
 _INDEX_STATES = {
     IndexHealth.READY: cache_pb2.INDEX_STATE_READY,
@@ -343,14 +346,21 @@ class Agent:
 
     def _tick(self) -> None:
         """Time passes: what ran out ends, room is made ahead of need, silent clients go."""
-        idle_check_s = 0.0
+        idle_check_s = grace_s = 0.0
+        last_s = self._clock()
         while not self._stopping.wait(_TICK_S):
             try:
                 now_s = self._clock()
+                if now_s - last_s > _STOPPED_S:
+                    # This process was stopped: pings lie unread in its sockets, nobody was silent.
+                    _log.warning("agent did not run seconds=%.1f", now_s - last_s)
+                    grace_s = now_s + _GRACE_S
+                last_s = now_s
                 with self._guarded.changing() as store:
                     store.expire(now_s)
                     store.evict_to_low_watermark(_EVICT_PER_TICK)
-                for session, why in self._registry.end_silent():
+                silent = self._registry.end_silent() if now_s >= grace_s else []
+                for session, why in silent:
                     _log.warning(
                         "session ended id=%d engine=%s why=%s",
                         session.id,

@@ -222,6 +222,10 @@ class SessionRegistry:
                 self._mapped_after_end.remove(session.id)
                 store.mapping_closed(session.id)
                 return
+        self.dismiss(session)
+
+    def dismiss(self, session: Session) -> None:
+        """End a session that broke the protocol, and its stream."""
         self.end(session)
         session.cancel()
 
@@ -255,8 +259,7 @@ class SessionRegistry:
             ):
                 silent.append((session, "did not come for the arena"))
         for session, _ in silent:
-            self.end(session)
-            session.cancel()
+            self.dismiss(session)
         with self._guarded.reading():
             overdue = [
                 c
