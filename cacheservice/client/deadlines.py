@@ -30,7 +30,10 @@ class Deadline:
 
 
 class Watch:
-    """Asked between pieces whether a copy may go on; remembers the first reason why not. One per call, one thread."""
+    """Asked between pieces whether a copy may go on; remembers a reason why not. One per call.
+
+    `may_go_on` is for the thread of the call, since it asks the caller; `has_time` for any thread.
+    """
 
     __slots__ = ("_deadline", "_end_of_session", "_give_up", "stopped")
 
@@ -49,13 +52,16 @@ class Watch:
 
     def may_go_on(self) -> bool:
         """False from the first time on that there is a reason to stop, which is then in `stopped`."""
-        if self.stopped is not None:
-            return False
-        ended = self._end_of_session()
-        if ended is not None:
-            self.stopped = ended
-        elif self._deadline.has_passed():
-            self.stopped = Reason.DEADLINE
-        elif self._give_up is not None and self._give_up():
+        if self.has_time() and self._give_up is not None and self._give_up():
             self.stopped = Reason.CANCELLED
+        return self.stopped is None
+
+    def has_time(self) -> bool:
+        """As `may_go_on`, without asking the caller whether it gives up."""
+        if self.stopped is None:
+            ended = self._end_of_session()
+            if ended is not None:
+                self.stopped = ended
+            elif self._deadline.has_passed():
+                self.stopped = Reason.DEADLINE
         return self.stopped is None

@@ -18,11 +18,11 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from cacheservice.client.copy import gather_pieces, scatter_pieces
+from cacheservice.client.copy import SpareThread, piece_checksum
 from cacheservice.client.deadlines import Deadline, Watch
 from cacheservice.client.plane import LeasedRead, ReservedWrite
 from cacheservice.core.outcomes import Reason
@@ -31,6 +31,8 @@ from cacheservice.errors import AgentRejected, AgentUnavailable
 _log = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 1
+MIN_SHARED_PIECES = 8
+"""Calls of fewer pieces end before a second thread has woken up."""
 _MAGIC = b"LRDR"
 _HELLO = struct.Struct("<4sHH16s")
 _ANSWER = struct.Struct("<4sHHIIQ")
@@ -133,6 +135,7 @@ class SharedMemoryPlane:
         """Own `mapping`."""
         self._mapping = mapping
         self._piece_bytes = piece_bytes
+        self._spare = SpareThread("larder-copy")
 
     def write(
         self,
@@ -142,12 +145,36 @@ class SharedMemoryPlane:
         deadline: Deadline,  # noqa: ARG002 - the watch has it too
     ) -> list[tuple[int, ...] | Reason]:
         """See `Plane`."""
-        if not self._mapping.enter():
+        checksums: list[list[int | None]] = []
+        failed: dict[int, Reason] = {}
+        pieces: list[tuple[int, int]] = []
+        for index, shard in enumerate(shards):
+            starts = range(0, shard.write.size_bytes, self._piece_bytes)
+            checksums.append([None] * len(starts))
+            if self._holds(shard.offset, shard.write.size_bytes):
+                pieces += [(index, start) for start in starts]
+            else:
+                failed[index] = Reason.INTERNAL
+
+        def copy(index: int, start: int) -> None:
+            shard = shards[index]
+            stop = min(start + self._piece_bytes, shard.write.size_bytes)
+            at = shard.offset
+            shard.write.source.gather(start, stop, self._mapping.address + at + start)
+            checksums[index][start // self._piece_bytes] = piece_checksum(
+                self._mapping.view[at + start : at + stop]
+            )
+
+        if not self._copy_all(pieces, copy, failed, watch):
             return [Reason.AGENT_DOWN] * len(shards)
-        try:
-            return [self._write_one(shard, watch) for shard in shards]
-        finally:
-            self._mapping.leave()
+        results: list[tuple[int, ...] | Reason] = []
+        for index, of_shard in enumerate(checksums):
+            complete = tuple(c for c in of_shard if c is not None)
+            is_complete = len(complete) == len(of_shard) and index not in failed
+            results.append(
+                complete if is_complete else failed.get(index) or watch.stopped or Reason.INTERNAL
+            )
+        return results
 
     def read(
         self,
@@ -157,61 +184,84 @@ class SharedMemoryPlane:
         watch: Watch,
         deadline: Deadline,  # noqa: ARG002 - the watch has it too
     ) -> list[Reason]:
-        """See `Plane`."""
-        if not self._mapping.enter():
+        """See `Plane`. Each piece is verified before any of it is handed over."""
+        missing: list[set[int]] = []
+        failed: dict[int, Reason] = {}
+        pieces: list[tuple[int, int]] = []
+        for index, shard in enumerate(shards):
+            read = shard.read
+            first = read.start - read.start % self._piece_bytes
+            starts = range(first, read.stop if read.stop > read.start else first, self._piece_bytes)
+            missing.append(set(starts))
+            if self._holds(shard.offset, read.size_bytes):
+                pieces += [(index, start) for start in starts]
+            else:
+                failed[index] = Reason.INTERNAL
+
+        def copy(index: int, start: int) -> None:
+            shard = shards[index]
+            read = shard.read
+            stop = min(start + self._piece_bytes, read.size_bytes)
+            at = shard.offset
+            if shard.checksums is not None and (
+                piece_checksum(self._mapping.view[at + start : at + stop])
+                != shard.checksums[start // self._piece_bytes]
+            ):
+                failed[index] = Reason.CHECKSUM
+                return
+            wanted = max(start, read.start)
+            read.sink.scatter(wanted, min(stop, read.stop), self._mapping.address + at + wanted)
+            missing[index].discard(start)
+
+        if not self._copy_all(pieces, copy, failed, watch):
             return [Reason.AGENT_DOWN] * len(shards)
-        try:
-            return [self._read_one(shard, watch) for shard in shards]
-        finally:
-            self._mapping.leave()
+        return [
+            failed.get(index) or ((watch.stopped or Reason.INTERNAL) if of_shard else Reason.HIT)
+            for index, of_shard in enumerate(missing)
+        ]
 
     def retire(self) -> None:
         """See `Plane`."""
         self._mapping.retire()
+        self._spare.stop()
 
-    def _write_one(self, shard: ReservedWrite, watch: Watch) -> tuple[int, ...] | Reason:
-        num_bytes = shard.write.size_bytes
-        if not self._holds(shard.offset, num_bytes):
-            return Reason.INTERNAL
-        try:
-            with self._mapping.view[shard.offset : shard.offset + num_bytes] as view:
-                checksums = gather_pieces(
-                    shard.write.source,
-                    num_bytes,
-                    address=self._mapping.address + shard.offset,
-                    view=view,
-                    piece_bytes=self._piece_bytes,
-                    may_go_on=watch.may_go_on,
-                )
-        except Exception:  # noqa: BLE001 - the caller's source may raise anything; the store is then skipped
-            _log.exception("a page source failed, its shard is not stored")
-            return Reason.INTERNAL
-        if checksums is None:
-            return watch.stopped or Reason.INTERNAL
-        return tuple(checksums)
+    def _copy_all(
+        self,
+        pieces: list[tuple[int, int]],
+        copy: Callable[[int, int], None],
+        failed: dict[int, Reason],
+        watch: Watch,
+    ) -> bool:
+        """Call `copy(shard, start)` for the pieces, here and in the spare thread, until the watch stops it.
 
-    def _read_one(self, shard: LeasedRead, watch: Watch) -> Reason:
-        num_bytes = shard.read.size_bytes
-        if not self._holds(shard.offset, num_bytes):
-            return Reason.INTERNAL
+        Shards in `failed` are passed over, and one whose copy raises is added. False when the mapping is gone.
+        """
+        if not self._mapping.enter():
+            return False
+        left = iter(pieces)  # of a list, so that two threads may share it
+
+        def work(may_go_on: Callable[[], bool]) -> None:
+            for index, start in left:
+                if not may_go_on():
+                    return
+                if index in failed:
+                    continue
+                try:
+                    copy(index, start)
+                except Exception:  # noqa: BLE001 - the caller's source or sink may raise anything
+                    failed[index] = Reason.INTERNAL
+                    _log.exception(
+                        "a page source or sink failed, its shard is neither stored nor loaded"
+                    )
+
         try:
-            with self._mapping.view[shard.offset : shard.offset + num_bytes] as view:
-                is_right = scatter_pieces(
-                    shard.read.sink,
-                    shard.read.start,
-                    shard.read.stop,
-                    address=self._mapping.address + shard.offset,
-                    view=view,
-                    piece_bytes=self._piece_bytes,
-                    checksums=shard.checksums,
-                    may_go_on=watch.may_go_on,
-                )
-        except Exception:  # noqa: BLE001 - the caller's sink may raise anything; the load has then failed
-            _log.exception("a page sink failed, its shard is not loaded")
-            return Reason.INTERNAL
-        if is_right is None:
-            return watch.stopped or Reason.INTERNAL
-        return Reason.HIT if is_right else Reason.CHECKSUM
+            if len(pieces) < MIN_SHARED_PIECES:
+                work(watch.may_go_on)
+            else:
+                self._spare.share(lambda: work(watch.may_go_on), lambda: work(watch.has_time))
+        finally:
+            self._mapping.leave()
+        return True
 
     def _holds(self, offset: int, num_bytes: int) -> bool:
         """Whether the extent lies in the arena; one that does not would end the process, so nobody is trusted."""

@@ -159,7 +159,8 @@ class PageSource(Protocol):
     def gather(self, start: int, stop: int, destination: int) -> None:
         """Copy bytes [start, stop) of the shard to the address `destination`, which has room for just these.
 
-        Called from the thread that calls `store`, or on the stream plane from a thread of gRPC; never from two at once.
+        With shared memory two threads may call at once, for other ranges, in any order; on the stream plane one thread
+        calls, in order, though not the one that called `store`.
         """
 
 
@@ -167,7 +168,10 @@ class PageSink(Protocol):
     """The caller's memory that a shard is retrieved into."""
 
     def scatter(self, start: int, stop: int, source: int) -> None:
-        """Copy bytes [start, stop) of the shard from the address `source`, which is valid during the call only."""
+        """Copy bytes [start, stop) of the shard from the address `source`, which is valid during the call only.
+
+        Threads and order are those of `PageSource.gather`; on the stream plane the thread that called `retrieve` calls.
+        """
 
 
 @dataclass(frozen=True, slots=True)
