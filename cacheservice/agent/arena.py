@@ -79,8 +79,6 @@ def build_arena(size_bytes: int, *, threads: int = min(8, os.cpu_count() or 1)) 
         raise
     try:
         _prefault(arena, threads)
-        # After the pages are there this costs next to nothing, and proves that not one is missing.
-        os.posix_fallocate(fd, 0, size_bytes)
     except OSError as error:
         arena.close()
         raise ConfigError(
@@ -165,6 +163,12 @@ def _prefault(arena: Arena, threads: int) -> None:
             if start is None:
                 return
             length = min(_STEP_BYTES, arena.size_bytes - start)
+            try:
+                # Allocating by call and then mapping what is there is several times faster than faulting it in.
+                os.posix_fallocate(arena.fd, start, length)
+            except OSError as error:
+                failures.append(error.errno or errno.ENOMEM)
+                return
             if libc.madvise(arena.address + start, length, _MADV_POPULATE_WRITE):
                 failures.append(ctypes.get_errno())
                 return
