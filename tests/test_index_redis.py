@@ -160,7 +160,7 @@ def test_too_many_namesakes_are_refused(world: RedisWorld) -> None:
     for _ in range(MAX_NAMESAKES):
         join(world.agent(), "same")
     index = world.agent()
-    with pytest.raises(IndexUnavailable, match="too many live agents are called 'same'.*--node"):
+    with pytest.raises(IndexUnavailable, match=r"too many live agents are called 'same'.*--node"):
         join(index, "same")
     assert index.status().health is IndexHealth.REFUSING
 
@@ -502,9 +502,11 @@ def full_server() -> Iterator[RedisServer]:
 
 def fill(client: redis.Redis) -> None:
     for size in (100_000, 1000, 10):
-        with pytest.raises(redis.exceptions.OutOfMemoryError):
-            for number in range(10_000):
+        for number in range(10_000):
+            try:
                 client.set(f"filler:{size}:{number}", bytes(size))
+            except redis.exceptions.OutOfMemoryError:
+                break
 
 
 def test_a_full_redis_is_reported_keeps_its_nodes_and_heals(full_server: RedisServer) -> None:
@@ -649,7 +651,7 @@ def test_the_breaker_leaves_a_dead_redis_alone_until_its_pause_is_over(server: R
         for _ in range(5):
             assert fails(lambda: found(a, 1))
         server.start()
-        with pytest.raises(IndexUnavailable, match="left alone for a moment.*can't be reached"):
+        with pytest.raises(IndexUnavailable, match=r"left alone for a moment.*can't be reached"):
             found(a, 1)
         clock.advance(0.3)
         assert found(a, 1) == [False]

@@ -3,7 +3,7 @@ word."""
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import ipaddress
 import os
 import socket
@@ -244,7 +244,7 @@ def test_each_documented_right_is_needed_and_named_when_missing(
         url = protected_server.url_for("agent", "s3cr3t-agent") + select_of(protected_server)
         index = build_index(url, timeout_s=1)
         try:
-            with pytest.raises(IndexUnavailable, match="NOPERM.*ACL SETUSER agent on"):
+            with pytest.raises(IndexUnavailable, match=r"NOPERM.*ACL SETUSER agent on"):
                 use(index)
         finally:
             index.close()
@@ -308,7 +308,7 @@ class Certificates:
 
 
 def make_certificates(folder: Path) -> Certificates:
-    now = datetime.datetime.now(datetime.UTC)
+    now = dt.datetime.now(dt.UTC)
 
     def issue(
         name: str, issuer: tuple[x509.Name, ec.EllipticCurvePrivateKey] | None
@@ -322,8 +322,8 @@ def make_certificates(folder: Path) -> Certificates:
             .issuer_name(by_name)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(hours=1))
+            .not_valid_before(now - dt.timedelta(hours=1))
+            .not_valid_after(now + dt.timedelta(hours=1))
             .add_extension(
                 x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True
             )
