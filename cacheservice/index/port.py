@@ -53,6 +53,7 @@ class Announcement:
     namespace: NamespaceDigest
     chunk: ChunkKey
     bitmap: int
+    """As `Holder.bitmap`; below 2^2040, which is what an entry can hold."""
 
 
 class IndexHealth(enum.Enum):
@@ -100,8 +101,8 @@ class Index(Protocol):
         """Replace this node's entry of each chunk (at most 1000 a call); an empty bitmap removes it.
 
         Fenced: does nothing and raises `IndexUnavailable` when the node table names another epoch for our number, or
-        none; the next heartbeat then answers True. Entries last as long as the index's TTL, from their last
-        announcement.
+        none; the next heartbeat then answers True. ValueError: a bitmap out of range. Entries last as long as the
+        index's TTL, from their last announcement.
         """
 
     def lookup(

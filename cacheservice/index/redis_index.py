@@ -140,15 +140,16 @@ class RedisIndex:
         with self._lock:
             is_restart = self._identity is None or self._identity.epoch != epoch
             self._identity = identity
-        return self._join(identity, may_replace=is_restart)
+        return self._join(identity, Deadline(self._write_timeout_s), may_replace=is_restart)
 
     def heartbeat(self) -> bool:
         """See `Index.heartbeat`. Joins when an earlier `join` failed."""
         identity = self._joined(needs_number=False)
+        deadline = Deadline(self._write_timeout_s)
         with self._lock:
             number, had_trouble = self._number, self._write_trouble is not None
         if not number:
-            self._join(identity, may_replace=True)
+            self._join(identity, deadline, may_replace=True)
             return self._take_reannouncement()
 
         def renew(connection: Connection, deadline: Deadline) -> tuple[list[Any], str]:
@@ -164,16 +165,16 @@ class RedisIndex:
             )
             return _list_of(answer, 2), self._run_id_of(connection, deadline)
 
-        (state, sentinel), run_id = self._write(renew)
+        (state, sentinel), run_id = self._write(renew, deadline)
         if state == 0:
             self._note_server(sentinel, run_id)
             if had_trouble:
-                self._probe_writes()
+                self._probe_writes(deadline)
         else:
             # Expired, or fenced by another incarnation: back in under this epoch, maybe with another number.
             with self._lock:
                 self._must_announce_again = True
-            self._join(identity, may_replace=False)
+            self._join(identity, deadline, may_replace=False)
         if not self._breaker.is_closed or self._lookup_trouble is not None:
             self._probe_lookups()
         return self._take_reannouncement()
@@ -189,10 +190,11 @@ class RedisIndex:
         def leave(connection: Connection, deadline: Deadline) -> None:
             self._run(connection, LEAVE, (), deadline, self._prefix, number, identity.epoch_bytes)
 
-        self._write(leave)
+        self._write(leave, Deadline(self._write_timeout_s))
 
     def announce(self, announcements: Sequence[Announcement]) -> None:
-        """See `Index.announce`. Longer batches go in several calls; of several for one chunk the last counts."""
+        """See `Index.announce`. Longer batches go in several calls, each with a time-out of its own; of several
+        announcements for one chunk the last counts."""
         identity = self._joined(needs_number=True)
         with self._lock:
             number = self._number
@@ -253,7 +255,7 @@ class RedisIndex:
 
     # Joining
 
-    def _join(self, identity: _Identity, *, may_replace: bool) -> int:
+    def _join(self, identity: _Identity, deadline: Deadline, *, may_replace: bool) -> int:
         def join(connection: Connection, deadline: Deadline) -> tuple[list[Any], str]:
             answer = self._run(
                 connection,
@@ -270,7 +272,7 @@ class RedisIndex:
             return _list_of(answer, 2), self._run_id_of(connection, deadline)
 
         try:
-            (number, text), run_id = self._write(join)
+            (number, text), run_id = self._write(join, deadline)
             if not 1 <= number <= MAX_NODES:
                 raise self._no_number(identity, text)
         except RedisTrouble as error:
@@ -361,7 +363,7 @@ class RedisIndex:
             )  # fmt: skip
             return _list_of(answer, 2)
 
-        state, dropped = self._write(announce)
+        state, dropped = self._write(announce, Deadline(self._write_timeout_s))
         if state:
             why = (
                 "names another incarnation of us"
@@ -491,11 +493,11 @@ class RedisIndex:
 
         return read
 
-    def _probe_writes(self) -> None:
+    def _probe_writes(self, deadline: Deadline) -> None:
         """Write something: renewing a lease needs no memory and so works on a full server, which this finds out."""
         probe = pack("SET", f"{self._prefix}probe", "1", "PX", 1)
         try:
-            self._write(lambda connection, deadline: connection.call(probe, deadline))
+            self._write(lambda connection, left: connection.call(probe, left), deadline)
         except IndexUnavailable:
             pass  # status says so; the lease was renewed
 
@@ -529,10 +531,10 @@ class RedisIndex:
         self._was_reached = True
         return answer
 
-    def _write(self, exchange: Callable[[Connection, Deadline], T]) -> T:
+    def _write(self, exchange: Callable[[Connection, Deadline], T], deadline: Deadline) -> T:
         """Run `exchange` on the write connection; RedisTrouble."""
         try:
-            answer = self._exchange(self._writes, exchange, Deadline(self._write_timeout_s))
+            answer = self._exchange(self._writes, exchange, deadline)
         except RedisTrouble as error:
             self._write_trouble = error
             raise
