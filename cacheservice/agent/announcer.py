@@ -11,11 +11,12 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from cacheservice.agent.guarded_store import GuardedStore
 from cacheservice.core.keys import ChunkKey, NamespaceDigest
+from cacheservice.core.store import HeldChunk
 from cacheservice.errors import IndexUnavailable
 from cacheservice.index.port import Announcement, Index
 
@@ -24,6 +25,8 @@ _log = logging.getLogger(__name__)
 BATCH = 1000
 _MAX_WAITING = 200_000
 """Chunks remembered while the index is away; about 40 MB. Above it, all is announced again instead."""
+_MAX_CHANGED = 1_000_000
+"""Chunks that changed while all is announced again; above it, that begins anew."""
 _COALESCE_S = 0.02
 _HEARTBEAT_S = 3.0
 _REFRESH_S = 2400.0
@@ -31,6 +34,8 @@ _REFRESH_S = 2400.0
 _REANNOUNCED_PER_S = 20_000
 """A third of what one Redis takes from one client (48 to 72 thousand a second, measured)."""
 _MAX_BACK_OFF_S = 5.0
+_TURN_S = 1.0
+"""How long announcing may go on before the next look at the clock; well below the node lease of 10 s."""
 _REJOIN_AFTER_FAILURES = 3
 
 
@@ -56,6 +61,12 @@ class Announcer:
         self._lock = threading.Lock()
         self._waiting: dict[tuple[NamespaceDigest, ChunkKey], int] = {}
         self._tell_all = False
+        """True: begin to announce everything, as soon as the index answers."""
+        self._retold: Iterator[Sequence[HeldChunk]] = iter(())
+        """What is still to be announced again, as it was when that began."""
+        self._changed_since: set[tuple[NamespaceDigest, ChunkKey]] = set()
+        """Chunks whose state in `_retold` is out of date: their change was, or will be, told by itself."""
+        self._is_retelling = False
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._withdrawn = threading.Event()
@@ -69,13 +80,18 @@ class Announcer:
         self._guarded.on_changes(self.note)
         self._thread.start()
 
-    def note(self, changes: Sequence[Announcement]) -> None:
+    def note(self, changes: Sequence[HeldChunk]) -> None:
         """Remember what to tell. Called under the core lock: does nothing that waits."""
         with self._lock:
             for change in changes:
                 self._waiting[change.namespace, change.chunk] = change.bitmap
-            if len(self._waiting) > _MAX_WAITING:
+            if self._is_retelling:
+                self._changed_since.update((c.namespace, c.chunk) for c in changes)
+            if len(self._waiting) > _MAX_WAITING or len(self._changed_since) > _MAX_CHANGED:
+                # What was withdrawn and is forgotten here expires in the index by itself, or its owner refuses it.
                 self._waiting.clear()
+                self._changed_since.clear()
+                self._is_retelling = False
                 self._tell_all = True
                 self.num_overflows += 1
         self._wake.set()
@@ -115,9 +131,8 @@ class Announcer:
                 if now_s >= next_refresh_s:
                     next_refresh_s = now_s + _REFRESH_S * random.uniform(0.8, 1.0)
                     self._note_all(spread_s=5.0)
-                if self._tell_all:
-                    self._note_all(spread_s=0.0)
                 self._send_waiting()
+                self._retell()
                 if failures:
                     _log.info("index is back failures=%d", failures)
                 failures = 0
@@ -133,6 +148,8 @@ class Announcer:
                 # The outermost frame of the thread: our bug must not end announcements for good.
                 _log.exception("announcer failed; trying again")
                 self._stopping.wait(1.0)
+                continue
+            if self._has_more():
                 continue
             self._wake.wait(max(0.0, min(next_beat_s - self._clock(), _HEARTBEAT_S)))
             self._wake.clear()
@@ -153,28 +170,56 @@ class Announcer:
         self._note_all(spread_s=0.0)
 
     def _note_all(self, *, spread_s: float) -> None:
-        """Put everything held on the list; changes that wait already are newer and stay."""
+        """Announce everything again, after a moment, so that many agents do not begin at once."""
         self._stopping.wait(random.uniform(0.0, spread_s))
-        self._tell_all = False
-        with self._guarded.reading() as store:
-            held = list(store.all_held())
-            # Still under the core lock: a change after this must win over this.
+        self._tell_all = True
+
+    def _retell(self) -> None:
+        """Announce what is held, a batch at a time, changes first, for a moment: heartbeats must go on."""
+        if self._tell_all:
+            self._tell_all = False
+            with self._guarded.reading() as store, self._lock:
+                # Both locks: a change after this must be known to be newer than this.
+                held = list(store.all_held())
+                self._changed_since.clear()
+                self._is_retelling = True
+            self._retold = _batches(held)
+        until_s = self._clock() + _TURN_S
+        while self._is_retelling and not self._tell_all and not self._stopping.is_set():
+            if self._clock() >= until_s:
+                return
+            batch = next(self._retold, None)
+            if batch is None:
+                with self._lock:
+                    self._is_retelling = False
+                    self._changed_since.clear()
+                return
+            started_s = self._clock()
             with self._lock:
-                for namespace, chunk, bitmap in held:
-                    self._waiting.setdefault((namespace, chunk), bitmap)
+                fresh = [
+                    Announcement(*held)
+                    for held in batch
+                    if (held.namespace, held.chunk) not in self._changed_since
+                ]
+            try:
+                self._index.announce(fresh)
+            except IndexUnavailable:
+                self._tell_all = True
+                raise
+            # Slowly, so that agents that all come back do not drown the index.
+            self._stopping.wait(max(0.0, BATCH / _REANNOUNCED_PER_S - (self._clock() - started_s)))
+            self._send_waiting()
 
     def _send_waiting(self) -> None:
-        while not self._stopping.is_set():
+        until_s = self._clock() + _TURN_S
+        while not self._stopping.is_set() and self._clock() < until_s:
             batch = self._take_batch()
             if not batch:
                 return
-            started_s = self._clock()
             self._send(batch)
-            # Only a long list is slowed down, so that agents that all come back do not drown the index.
-            if len(batch) == BATCH:
-                self._stopping.wait(
-                    max(0.0, BATCH / _REANNOUNCED_PER_S - (self._clock() - started_s))
-                )
+
+    def _has_more(self) -> bool:
+        return self._is_retelling or self._tell_all or bool(self._waiting)
 
     def _take_batch(self) -> list[Announcement]:
         with self._lock:
@@ -195,14 +240,14 @@ class Announcer:
         try:
             if self.node_number:
                 with self._guarded.reading() as store:
-                    held = [Announcement(ns, chunk, 0) for ns, chunk, _ in store.all_held()]
+                    held = list(store.all_held())
                 for batch in _batches(held):
                     if self._clock() >= self._deadline:
                         _log.warning(
                             "drain ran out of time; entries left to expire num=%d", len(held)
                         )
                         break
-                    self._index.announce(batch)
+                    self._index.announce([Announcement(h.namespace, h.chunk, 0) for h in batch])
                 self._index.leave()
             self._withdrawn.set()
         except IndexUnavailable as error:
@@ -211,5 +256,5 @@ class Announcer:
             )
 
 
-def _batches(items: Sequence[Announcement]) -> Iterable[Sequence[Announcement]]:
-    return (items[start : start + BATCH] for start in range(0, len(items), BATCH))
+def _batches(held: Sequence[HeldChunk]) -> Iterator[Sequence[HeldChunk]]:
+    return (held[start : start + BATCH] for start in range(0, len(held), BATCH))

@@ -389,6 +389,11 @@ def _check_together(config: AgentConfig) -> None:
         raise ConfigError(
             "--advertise is of use only with --listen; give --listen or leave --advertise out"
         )
+    is_wildcard = config.listen is not None and config.listen.host in ("0.0.0.0", "::")
+    if is_wildcard and config.advertise is None and config.index != "memory":
+        raise ConfigError(
+            f"--listen {config.listen} is no address that others can call; add --advertise HOST:PORT with this node's"
+        )
     for flag, path in tls_files.items():
         if path is not None and not path.is_file():
             raise ConfigError(f"{flag} {path}: there is no such file")

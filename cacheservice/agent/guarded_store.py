@@ -11,9 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
-from cacheservice.core.store import Store
+from cacheservice.core.store import HeldChunk, Store
 
 
 class GuardedStore:
@@ -24,10 +23,10 @@ class GuardedStore:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._num_waiting = 0
-        self._on_changes: Callable[[Sequence[Any]], None] | None = None
+        self._on_changes: Callable[[Sequence[HeldChunk]], None] | None = None
         self.clock = clock
 
-    def on_changes(self, listener: Callable[[Sequence[Any]], None]) -> None:
+    def on_changes(self, listener: Callable[[Sequence[HeldChunk]], None]) -> None:
         """Have `listener` told, under the lock, what the store now holds of each chunk that changed."""
         self._on_changes = listener
 
