@@ -17,7 +17,7 @@ from index_worlds import (
 )
 from redis_server import RedisServer
 
-from cacheservice.core.keys import NamespaceDigest
+from cacheservice.core.keys import ChunkKey, NamespaceDigest
 from cacheservice.errors import ConfigError, IndexUnavailable
 from cacheservice.index.entry import MAX_HOLDERS
 from cacheservice.index.port import Holder, Index, IndexHealth, Node
@@ -114,6 +114,14 @@ def test_of_several_announcements_of_a_chunk_in_one_call_the_last_counts(world: 
     reader = world.agent()
     a.announce([announcement(1, 1), announcement(1, 0), announcement(2, 0), announcement(2, 4)])
     assert [h.bitmap for found in holders(reader, 1, 2) for h in found] == [4]
+
+
+@pytest.mark.parametrize("length", [0, 31, 33])
+def test_a_key_of_another_length_is_the_callers_bug(world: World, length: int) -> None:
+    index = world.agent()
+    with pytest.raises(ValueError, match="32 bytes"):
+        index.lookup(NAMESPACE, [chunk(1), ChunkKey(b"k" * length)])
+    assert holders(index, 1) == [()]
 
 
 def test_namespaces_do_not_mix(world: World) -> None:

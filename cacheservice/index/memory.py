@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from cacheservice.core.keys import ChunkKey, NamespaceDigest
+from cacheservice.core.keys import DIGEST_BYTES, ChunkKey, NamespaceDigest
 from cacheservice.errors import IndexUnavailable
 from cacheservice.index.entry import parse_entries, replace_entry
 from cacheservice.index.node_record import MAX_NODES, pack_node
@@ -240,6 +240,8 @@ class MemoryIndex:
         self, namespace: NamespaceDigest, chunks: Sequence[ChunkKey]
     ) -> list[tuple[Holder, ...]]:
         """See `Index.lookup`."""
+        if any(len(chunk) != DIGEST_BYTES for chunk in chunks):
+            raise ValueError(f"a chunk key has {DIGEST_BYTES} bytes")
         with self._store.lock:
             self._check_available(is_lookup=True)
             self._counts["lookups"] += 1

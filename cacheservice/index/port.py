@@ -110,7 +110,7 @@ class Index(Protocol):
     ) -> list[tuple[Holder, ...]]:
         """Claims per chunk, one round trip for at most 4096 chunks; entries of dead epochs and of this node are left
         out, malformed ones are counted and ignored. Only the namespace's first 8 bytes are compared: the owner confirms
-        all 32."""
+        all 32. ValueError: a chunk key of another length than 32 bytes."""
 
     def nodes(self) -> Mapping[int, Node]:
         """Live nodes by number, at most 1 s old; read-only."""

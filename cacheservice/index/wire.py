@@ -147,6 +147,7 @@ def connect(location: RedisLocation, key_prefix: str, deadline: Deadline) -> Con
         context = location.tls.build_context() if location.tls is not None else None
     except OSError as error:
         raise trouble.unreadable_certificates(location, error) from error
+    stage = "accept a connection"
     try:
         if location.path:
             opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -162,6 +163,7 @@ def connect(location: RedisLocation, key_prefix: str, deadline: Deadline) -> Con
             )
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if context is not None:
+            stage = "finish the TLS handshake (does it speak TLS at that port?)"
             try:
                 opened.settimeout(deadline.remaining_s())
                 # On success the descriptor moves into the new object; on failure this closes it.
@@ -169,12 +171,10 @@ def connect(location: RedisLocation, key_prefix: str, deadline: Deadline) -> Con
             except BaseException:
                 opened.close()
                 raise
-    except TimeoutError:
-        raise trouble.timed_out(location, deadline.span_s, "let us connect") from None
-    except (OSError, ValueError) as error:
+    except (TimeoutError, BlockingIOError):
         # BlockingIOError: a unix socket whose backlog is full, because its server is stopped.
-        if isinstance(error, BlockingIOError):
-            raise trouble.timed_out(location, deadline.span_s, "accept a connection") from None
+        raise trouble.timed_out(location, deadline.span_s, stage) from None
+    except (OSError, ValueError) as error:
         raise trouble.not_connected(location, error) from error
     connection = Connection(opened, location)
     try:
