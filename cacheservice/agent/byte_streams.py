@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from cacheservice.agent.arena import Arena
+from cacheservice.agent.frames import build_read_frame, split_write_frame
 from cacheservice.agent.guarded_store import GuardedStore
 from cacheservice.agent.messages import MAX_FRAME_BYTES
 from cacheservice.agent.sessions import Session, SessionRegistry, StreamedShard
 from cacheservice.errors import Conflict, InvalidRequest, LeaseLost, OutOfExtent, UnknownObject
-from cacheservice.v1 import cache_pb2
 
 
 class ByteStreams:
@@ -31,8 +31,8 @@ class ByteStreams:
 
     def read(
         self, session: Session, lease_id: int, ranges: Sequence[tuple[int, int, int]]
-    ) -> Iterator[cache_pb2.ReadResponse]:
-        """Frames of (position, start, stop) ranges of leased shards, in order."""
+    ) -> Iterator[bytes]:
+        """Serialized `ReadResponse` frames of (position, start, stop) ranges of leased shards, in order."""
         if session.data_plane == "none":
             session.data_plane = "stream"
         extents = []
@@ -44,29 +44,30 @@ class ByteStreams:
                         f"ranges[{number}] is [{start}, {stop}); the shard has {length} bytes, ranges are half-open"
                     )
                 extents.append((number, offset, start, stop))
+        base = self._arena.address
         for number, offset, start, stop in extents:
             for at in range(start, stop, MAX_FRAME_BYTES):
-                end = min(at + MAX_FRAME_BYTES, stop)
-                payload = bytes(self._arena.view[offset + at : offset + end])
-                self.num_bytes_sent += len(payload)
-                yield cache_pb2.ReadResponse(range_index=number, start=at, payload=payload)
-            self._check_lease(session, lease_id)
+                length = min(MAX_FRAME_BYTES, stop - at)
+                self.num_bytes_sent += length
+                yield build_read_frame(number, at, base + offset + at, length)
         self._check_lease(session, lease_id)
 
-    def write(self, frames: Iterable[cache_pb2.WriteRequest]) -> int:
-        """Take frames into reserved extents; returns the number of bytes."""
+    def write(self, frames: Iterable[bytes]) -> int:
+        """Take serialized `WriteRequest` frames into reserved extents; returns the number of bytes."""
         session: Session | None = None
         open_shards: dict[int, tuple[int, int, StreamedShard]] = {}
         num_bytes = 0
         try:
-            for frame in frames:
+            for serialized in frames:
+                frame = split_write_frame(serialized)
                 if session is None:
                     session = self._registry.live(frame.session_token)
                     if session.data_plane == "none":
                         session.data_plane = "stream"
-                if len(frame.payload) > MAX_FRAME_BYTES:
+                payload = frame.payload
+                if len(payload) > MAX_FRAME_BYTES:
                     raise InvalidRequest(
-                        f"payload has {len(frame.payload)} bytes; a frame has at most {MAX_FRAME_BYTES}"
+                        f"payload has {len(payload)} bytes; a frame has at most {MAX_FRAME_BYTES}"
                     )
                 if frame.reservation_id not in open_shards:
                     open_shards[frame.reservation_id] = self._open(session, frame.reservation_id)
@@ -76,13 +77,11 @@ class ByteStreams:
                         f"the frame starts at {frame.start}, but byte {streamed.num_bytes} is next; frames of one "
                         "reservation come in order, without gaps"
                     )
-                if frame.start + len(frame.payload) > length:
+                if frame.start + len(payload) > length:
                     raise OutOfExtent(
-                        f"the frame ends at {frame.start + len(frame.payload)}; the shard has {length} bytes"
+                        f"the frame ends at {frame.start + len(payload)}; the shard has {length} bytes"
                     )
-                payload = memoryview(frame.payload)
-                at = offset + frame.start
-                self._arena.view[at : at + len(payload)] = payload
+                frame.copy_to(self._arena.address + offset + frame.start)
                 streamed.add(payload)
                 num_bytes += len(payload)
                 self.num_bytes_received += len(payload)

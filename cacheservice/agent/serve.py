@@ -39,7 +39,13 @@ from cacheservice.agent.messages import MAX_MESSAGE_BYTES
 from cacheservice.agent.metrics import Metrics, Readings
 from cacheservice.agent.pulls import PeerPulls
 from cacheservice.agent.remote_hints import RemoteHints
-from cacheservice.agent.service import AgentFacts, CacheServicer, ServiceParts
+from cacheservice.agent.service import (
+    RAW_REQUESTS,
+    RAW_RESPONSES,
+    AgentFacts,
+    CacheServicer,
+    ServiceParts,
+)
 from cacheservice.agent.sessions import SessionLimits, SessionRegistry
 from cacheservice.agent.statuses import StatusInterceptor
 from cacheservice.agent.tls import CallerCheck, ServerCertificates
@@ -266,8 +272,9 @@ class Agent:
         config = self.config
         check = CallerCheck(speaks_tls=config.speaks_tls, owner=config.tls_owner)
         interceptor = StatusInterceptor(
-            check_caller=check.check, count_call=self._metrics.count_call
-        )
+            check_caller=check.check, count_call=self._metrics.count_call,
+            raw_requests=RAW_REQUESTS, raw_responses=RAW_RESPONSES,
+        )  # fmt: skip
         num_threads = config.max_sessions + config.max_calls
         self._server = grpc.server(
             ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="call"),

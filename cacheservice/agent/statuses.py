@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import grpc
@@ -51,9 +51,19 @@ class _Garbled:
 class StatusInterceptor(grpc.ServerInterceptor):
     """Wraps every method; holds no state of calls."""
 
-    def __init__(self, *, check_caller: CheckCaller, count_call: CountCall) -> None:
+    def __init__(
+        self,
+        *,
+        check_caller: CheckCaller,
+        count_call: CountCall,
+        raw_requests: Collection[str] = (),
+        raw_responses: Collection[str] = (),
+    ) -> None:
+        """Methods of `raw_requests` get bytes, those of `raw_responses` give bytes."""
         self._check_caller = check_caller
         self._count_call = count_call
+        self._raw_requests = raw_requests
+        self._raw_responses = raw_responses
 
     def intercept_service(
         self, continuation: Callable[[Any], Any], handler_call_details: Any
@@ -63,24 +73,20 @@ class StatusInterceptor(grpc.ServerInterceptor):
         if handler is None:
             return None
         method = handler_call_details.method
-        deserialize = _tolerant(handler.request_deserializer)
+        is_raw = method in self._raw_requests
+        deserialize = None if is_raw else _tolerant(handler.request_deserializer)
+        serialize = None if method in self._raw_responses else handler.response_serializer
         if handler.request_streaming and handler.response_streaming:
             call = self._streaming(method, handler.stream_stream)
-            return grpc.stream_stream_rpc_method_handler(
-                call, deserialize, handler.response_serializer
-            )
+            return grpc.stream_stream_rpc_method_handler(call, deserialize, serialize)
         if handler.response_streaming:
             call = self._streaming(method, handler.unary_stream)
-            return grpc.unary_stream_rpc_method_handler(
-                call, deserialize, handler.response_serializer
-            )
+            return grpc.unary_stream_rpc_method_handler(call, deserialize, serialize)
         if handler.request_streaming:
             call = self._single(method, handler.stream_unary)
-            return grpc.stream_unary_rpc_method_handler(
-                call, deserialize, handler.response_serializer
-            )
+            return grpc.stream_unary_rpc_method_handler(call, deserialize, serialize)
         call = self._single(method, handler.unary_unary)
-        return grpc.unary_unary_rpc_method_handler(call, deserialize, handler.response_serializer)
+        return grpc.unary_unary_rpc_method_handler(call, deserialize, serialize)
 
     def _single(
         self, method: str, behaviour: Callable[[Any, Context], Any]
