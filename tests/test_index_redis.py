@@ -381,6 +381,31 @@ def test_writers_and_lookups_do_not_wait_for_each_other(server: RedisServer) -> 
             beating.join()
 
 
+def test_many_threads_share_few_connections_and_get_their_own_answers(server: RedisServer) -> None:
+    with indexes(server, 2, timeout_s=10) as (a, b), server.client() as client:
+        join(a, "a")
+        a.announce([announcement(n, n + 1) for n in range(64)])
+        wrong: list[object] = []
+
+        def look(first: int) -> None:
+            for step in range(50):
+                number = (first + step) % 64
+                answer = b.lookup(NAMESPACE, [chunk(number), chunk(1000 + number)])
+                if [h.bitmap for holders in answer for h in holders] != [number + 1]:
+                    wrong.append(answer)
+
+        lookers = [threading.Thread(target=look, args=(n,)) for n in range(32)]
+        for looker in lookers:
+            looker.start()
+        for looker in lookers:
+            looker.join()
+        assert not wrong
+        assert b.counters()["lookups"] == 32 * 50
+        assert b.counters()["lookup_errors"] == 0
+        # Eight for lookups, one of a's for writes, one of this test.
+        assert client.info("clients")["connected_clients"] <= redis_index.LOOKUP_CONNECTIONS + 2
+
+
 # Garbage
 
 

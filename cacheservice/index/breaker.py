@@ -28,8 +28,7 @@ class CircuitBreaker:
         longest_pause_s: float = 2.0,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`jitter` answers in [0, 1): a pause is 50 to 100 % of its nominal length, so that agents don't probe
-        together."""
+        """`jitter` answers in [0, 1): a pause is 50 to 100 % of its length, so that agents don't probe together."""
         self._clock = clock
         self._max_failures = max_failures
         self._first_pause_s = first_pause_s

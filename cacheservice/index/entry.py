@@ -48,8 +48,7 @@ def pack_entry(holder: Holder) -> bytes:
 
 
 def parse_entries(value: bytes) -> ParsedValue:
-    """All valid entries in order, and the number of malformed ones; a tail that can't be cut into entries counts as
-    one."""
+    """All valid entries in order, and the number of malformed ones; a tail that is no entry counts as one."""
     if len(value) > MAX_VALUE_BYTES:
         return ParsedValue((), 1)
     holders: dict[tuple[int, int], Holder] = {}

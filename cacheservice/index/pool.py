@@ -15,8 +15,7 @@ from cacheservice.index.wire import Connection, Deadline
 
 
 class ConnectionPool:
-    """At most `max_connections` connections. Thread-safe; owns its connections and its short-lived connecting
-    thread."""
+    """At most `max_connections` connections. Thread-safe; owns them and its short-lived connecting thread."""
 
     def __init__(
         self,

@@ -2,8 +2,7 @@
 
 Invariants: a lookup holds its caller no longer than its time-out, and not at all while the breaker is open; nothing
 that Redis says is believed before it is bounds-checked, and then it is a hint; a write happens only while the node
-table names our epoch; an entry never outlives its TTL, so `heartbeat` asks for everything to be announced again before
-that.
+table names our epoch; an entry never outlives its TTL, so `heartbeat` asks in time for everything to be announced again.
 
 Lookups and writes have separate connections: a batch of announcements never delays a lookup. The format is in
 docs/decisions/0005-redis-format.md; connecting is `pool.py`'s, words for failures are `trouble.py`'s.
@@ -415,8 +414,7 @@ class RedisIndex:
     def _decode(
         self, values: Sequence[bytes | None], nodes: Mapping[int, Node]
     ) -> tuple[dict[bytes, tuple[tuple[Holder, ...], int, int]], bool]:
-        """Holders, malformed and stale entries of each distinct value: chunks of one prompt mostly have the same
-        one."""
+        """Holders, malformed and stale entries of each distinct value; chunks of one prompt mostly share it."""
         own = self._number
         decoded: dict[bytes, tuple[tuple[Holder, ...], int, int]] = {}
         is_unknown = False

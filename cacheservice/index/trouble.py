@@ -16,8 +16,7 @@ ACL_COMMANDS = "+mget +get +set +del +pexpire +expire +evalsha +script|load +inf
 
 
 class RedisTrouble(IndexUnavailable):
-    """IndexUnavailable that knows how the index is; `lost_connection` when asking again on a new connection may
-    help."""
+    """IndexUnavailable that knows how the index is; `lost_connection`: asking on a new one may help."""
 
     def __init__(self, health: IndexHealth, message: str, *, lost_connection: bool = False) -> None:
         super().__init__(message)
