@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,10 @@ from cacheservice.local.progress import Progress
 POLL_S = 0.1
 TAIL_LINES = 15
 TAIL_BYTES = 64 * 1024
+_LOG_PREFIX = re.compile(
+    r"^(\(\w+ pid=\d+\) )?(INFO|level=INFO).{0,90}?\] +|^\(\w+ pid=\d+\) +|^INFO: +"
+)
+_NOISE = re.compile(r"WARNING|^W\d{4} |triton|^\s*warnings\.warn")
 KILL_S = 3.0
 """What a leash may take beyond the grace of its program to kill the rest."""
 
@@ -129,11 +134,12 @@ class Process:
             return ""
         return "\n".join(text.splitlines()[-num_lines:])
 
-    def last_line(self) -> str:
-        """The last line of the log that has a word in it, for progress lines."""
+    def last_words(self) -> str:
+        """The message of the last line of the log, without time stamps and warnings, for progress lines."""
         for line in reversed(self.log_tail(8).splitlines()):
-            if any(character.isalpha() for character in line):
-                return line.strip()
+            words = _LOG_PREFIX.sub("", line.strip())
+            if any(character.isalpha() for character in words) and not _NOISE.search(line):
+                return words
         return ""
 
 
@@ -182,7 +188,7 @@ class Supervisor:
                 waited_s = time.monotonic() - process.started_at
                 if waited_s > process.program.ready_within_s:
                     limit_s = process.program.ready_within_s
-                    raise ProgramFailed(_failure(process, f"was not ready within {limit_s:.0f} s"))
+                    raise ProgramFailed(_failure(process, f"was not ready within {limit_s:g} s"))
                 self._progress.update(process.name, _shown(process))
             time.sleep(POLL_S)
 
@@ -192,7 +198,7 @@ class Supervisor:
         while (status := process.exit_status()) is None:
             if time.monotonic() - process.started_at > program.ready_within_s:
                 raise ProgramFailed(
-                    _failure(process, f"did not end within {program.ready_within_s:.0f} s")
+                    _failure(process, f"did not end within {program.ready_within_s:g} s")
                 )
             self._progress.update(process.name, _shown(process))
             time.sleep(POLL_S)
@@ -268,8 +274,8 @@ def _signals_ignored() -> Iterator[None]:
 
 
 def _shown(process: Process) -> str:
-    line = process.last_line()
-    return f"{process.program.doing}: {line[-90:]}" if line else process.program.doing
+    words = process.last_words()
+    return f"{process.program.doing}: {words[:80]}" if words else process.program.doing
 
 
 def _ended(status: int) -> str:
