@@ -21,6 +21,8 @@ from cacheservice.core.outcomes import Presence
 from cacheservice.core.store import Store
 from cacheservice.errors import UnknownObject
 
+_ABSENT = int(Presence.ABSENT)
+_READY_ELSEWHERE = int(Presence.READY_ELSEWHERE)
 _INDEX_POLL_S = 0.1
 """How often a hand-over without a named owner asks the index again."""
 
@@ -56,14 +58,12 @@ class Lookups:
         waiting_calls: WaitingCalls,
         *,
         own_epoch: int,
-        own_node: Callable[[], int],
     ) -> None:
         self._guarded = guarded
         self._hints = hints
         self._pulls = pulls
         self._waiting_calls = waiting_calls
         self._own_epoch = own_epoch
-        self._own_node = own_node
 
     def look_up(
         self,
@@ -78,8 +78,8 @@ class Lookups:
     ) -> LookupResult:
         """Answer one lookup; waits at most `wait.seconds`."""
         # A peer asks what is here; asking others for it in turn could go round in circles.
-        sees_elsewhere = session.hello.role != "peer"
-        elsewhere = bytearray(len(chunks) * len(spec.groups))
+        sees_elsewhere = session.hello.role != "peer" and not self._hints.is_alone()
+        elsewhere = bytearray()
         index_asked = True
         if sees_elsewhere:
             with self._guarded.reading() as store:
@@ -178,8 +178,8 @@ class Lookups:
 
 def _overlay(presence: bytearray, elsewhere: bytearray) -> None:
     """Mark what is absent here and was seen elsewhere."""
-    if Presence.READY_ELSEWHERE not in elsewhere:
+    if _READY_ELSEWHERE not in elsewhere:
         return
-    for position, state in enumerate(presence):
-        if state == Presence.ABSENT and elsewhere[position] == Presence.READY_ELSEWHERE:
-            presence[position] = Presence.READY_ELSEWHERE
+    for position, state in enumerate(elsewhere[: len(presence)]):
+        if state == _READY_ELSEWHERE and presence[position] == _ABSENT:
+            presence[position] = _READY_ELSEWHERE

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from cacheservice.agent.sessions import Hello
 from cacheservice.core.keys import DIGEST_BYTES, ChunkKey, NamespaceDigest
@@ -29,6 +30,7 @@ MAX_REQUEST_ID_BYTES = 256
 MAX_MESSAGE_BYTES = 8 * 2**20
 """Longest message that the server takes: room for 16384 reservations with their keys, or for their checksums."""
 
+_ONE_LENGTH = frozenset({DIGEST_BYTES})
 _ROLES = {1: "prefill", 2: "decode", 3: "both", 4: "peer", 5: "tool"}
 _HALVES = {0: "", 1: "scheduler", 2: "worker"}
 ROLE_NUMBERS = {name: number for number, name in _ROLES.items()}
@@ -122,12 +124,13 @@ def parse_digest(digest: bytes) -> NamespaceDigest:
 def parse_keys(keys: Sequence[bytes], *, field: str = "chunk_keys") -> list[ChunkKey]:
     """Chunk keys of the right number and length."""
     check_count(field, len(keys), MAX_KEYS)
-    for position, key in enumerate(keys):
-        if len(key) != DIGEST_BYTES:
-            raise InvalidRequest(
-                f"{field}[{position}] has {len(key)} bytes; it must have {DIGEST_BYTES}"
-            )
-    return [ChunkKey(key) for key in keys]
+    copied = cast("list[ChunkKey]", list(keys))
+    if not _ONE_LENGTH.issuperset(map(len, copied)):
+        position, key = next((i, k) for i, k in enumerate(copied) if len(k) != DIGEST_BYTES)
+        raise InvalidRequest(
+            f"{field}[{position}] has {len(key)} bytes; it must have {DIGEST_BYTES}"
+        )
+    return copied
 
 
 def parse_shard(

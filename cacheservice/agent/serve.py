@@ -300,7 +300,6 @@ class Agent:
         )  # fmt: skip
         lookups = Lookups(
             self._guarded, hints, self._pulls, self._waiting_calls, own_epoch=self.epoch,
-            own_node=self._node_number,
         )  # fmt: skip
         parts = ServiceParts(
             guarded=self._guarded, registry=self._registry, lookups=lookups,
