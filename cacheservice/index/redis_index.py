@@ -2,7 +2,7 @@
 
 Invariants: a lookup holds its caller no longer than its time-out, and not at all while the breaker is open; nothing
 that Redis says is believed before it is bounds-checked, and then it is a hint; a write happens only while the node
-table names our epoch; an entry never outlives its TTL, so `heartbeat` asks in time for everything to be announced again.
+table names our epoch; an entry never outlives its TTL, so `heartbeat` asks for it again in time.
 
 Lookups and writes have separate connections: a batch of announcements never delays a lookup. The format is in
 docs/decisions/0005-redis-format.md; connecting is `pool.py`'s, words for failures are `trouble.py`'s.
@@ -589,7 +589,8 @@ class RedisIndex:
         return ConnectionPool(
             lambda deadline: connect(self._location, self._prefix, deadline),
             max_connections=max_connections,
-            connect_timeout_s=self._write_timeout_s,
+            # Shorter than a writer waits, so that the writer learns why there is no connection.
+            connect_timeout_s=0.8 * self._write_timeout_s,
             on_late=lambda deadline: trouble.timed_out(
                 self._location, deadline.span_s, "accept a connection"
             ),
