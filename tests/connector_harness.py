@@ -1,8 +1,9 @@
 """vLLM's real Scheduler and KVCacheManager with both halves of our connector, and a model that only writes its pages.
 
-The page oracle: a forward pass writes into every complete block bytes that are a function of its chained hash and the layer.
-Before each pass every block that the scheduler believes to be computed must hold exactly these bytes. vLLM accepts a wrong
-load silently; this does not.
+The page oracle: a forward pass writes into every complete block bytes that are a function of its chained hash and
+the layer.
+Before each pass every block that the scheduler believes to be computed must hold exactly these bytes. vLLM accepts a
+wrong load silently; this does not.
 """
 
 from __future__ import annotations
@@ -27,12 +28,11 @@ class Harness:
     """One engine without a model."""
 
     def __init__(
-        self, monkeypatch: Any, cache: FakeCache, *, num_blocks: int = 128, max_batched_tokens: int = 512, tokens_per_chunk: int = 64,
-        prefix_caching: bool = True, max_seqs: int = 8, **extra: Any,
+        self, monkeypatch: Any, cache: FakeCache, *, num_blocks: int = 128, max_batched_tokens: int = 512,
+        tokens_per_chunk: int = 64, prefix_caching: bool = True, max_seqs: int = 8, **extra: Any,
     ) -> None:  # fmt: skip
         from vllm.config import KVTransferConfig
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-        from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.hashing import sha256_cbor
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -48,11 +48,18 @@ class Harness:
         config.kv_transfer_config = KVTransferConfig(
             **{
                 **engines.transfer_config(socket_dir="/nowhere", **extra),
-                "kv_connector_extra_config": {"socket_dir": "/nowhere", "tokens_per_chunk": tokens_per_chunk, **extra},
+                "kv_connector_extra_config": {
+                    "socket_dir": "/nowhere",
+                    "tokens_per_chunk": tokens_per_chunk,
+                    **extra,
+                },
             }
         )
         spec = FullAttentionSpec(
-            block_size=BLOCK_TOKENS, num_kv_heads=NUM_HEADS, head_size=HEAD_SIZE, dtype=torch.float32
+            block_size=BLOCK_TOKENS,
+            num_kv_heads=NUM_HEADS,
+            head_size=HEAD_SIZE,
+            dtype=torch.float32,
         )
         kv = KVCacheConfig(
             num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
@@ -69,10 +76,15 @@ class Harness:
         )  # fmt: skip
         self.worker = module.LarderConnector(config, KVConnectorRole.WORKER, kv)
         self.pages = {
-            name: torch.zeros(num_blocks, NUM_HEADS, BLOCK_TOKENS, 2 * HEAD_SIZE, dtype=torch.float32) for name in LAYERS
+            name: torch.zeros(
+                num_blocks, NUM_HEADS, BLOCK_TOKENS, 2 * HEAD_SIZE, dtype=torch.float32
+            )
+            for name in LAYERS
         }
         self.worker.register_kv_caches(self.pages)
-        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, 0): self.worker.get_handshake_metadata()}
+        )
         self.num_steps = 0
         self.answers: list[tuple[str, int, int, int | None]] = []
         """(request, computed tokens, tokens of the request, our answer) of every question."""
@@ -91,12 +103,16 @@ class Harness:
         """Our scheduler half."""
         return self.scheduler.connector._scheduler
 
-    def add(self, request_id: str, tokens: Sequence[int], max_tokens: int = 4, **extra_args: Any) -> Any:
+    def add(
+        self, request_id: str, tokens: Sequence[int], max_tokens: int = 4, **extra_args: Any
+    ) -> Any:
         """Give the engine a request."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args or None)
+        sampling = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args or None
+        )
         request = Request(
             request_id=request_id, prompt_token_ids=list(tokens), sampling_params=sampling, pooling_params=None,
             block_hasher=self.hasher,
@@ -118,7 +134,9 @@ class Harness:
         plan = self.scheduler.schedule()
         requests = [self.scheduler.requests[r] for r in plan.num_scheduled_tokens]
         for request in requests:
-            self._check_pages(request, request.num_computed_tokens - plan.num_scheduled_tokens[request.request_id])
+            self._check_pages(
+                request, request.num_computed_tokens - plan.num_scheduled_tokens[request.request_id]
+            )
             self._write_pages(request)
         output = KVConnectorOutput()
         worker = self.worker
@@ -139,7 +157,8 @@ class Harness:
         ran = ModelRunnerOutput(
             req_ids=[r.request_id for r in requests],
             req_id_to_index={r.request_id: i for i, r in enumerate(requests)},
-            sampled_token_ids=sampled, logprobs=None, prompt_logprobs_dict={}, pooler_output=[], kv_connector_output=output,
+            sampled_token_ids=sampled, logprobs=None, prompt_logprobs_dict={}, pooler_output=[],
+            kv_connector_output=output,
         )  # fmt: skip
         outputs = self.scheduler.update_from_output(plan, ran)
         for client in outputs.values():
@@ -167,7 +186,9 @@ class Harness:
         assert not self.half._open_saves
         assert self.half._pins.num_blocks == 0
         deadline = time.monotonic() + 5
-        while self.cache.leases and time.monotonic() < deadline:  # a lookup in flight gives its lease back when it ends
+        while (
+            self.cache.leases and time.monotonic() < deadline
+        ):  # a lookup in flight gives its lease back when it ends
             time.sleep(0.001)
         assert not self.cache.leases
 
@@ -177,7 +198,13 @@ class Harness:
         self.worker.shutdown()
 
     def _token_after(self, request: Any) -> int:
-        return int.from_bytes(hashlib.sha256(bytes(str(list(request.all_token_ids)[-8:]), "ascii")).digest()[:2], "little") % 1000
+        return (
+            int.from_bytes(
+                hashlib.sha256(bytes(str(list(request.all_token_ids)[-8:]), "ascii")).digest()[:2],
+                "little",
+            )
+            % 1000
+        )
 
     def _table(self, request: Any) -> list[int]:
         return self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
@@ -196,7 +223,9 @@ class Harness:
         valid = min(request.num_computed_tokens, request.num_tokens)
         for i in range(valid // BLOCK_TOKENS):
             for layer, name in enumerate(LAYERS):
-                self.pages[name][table[i]] = content_of(request.block_hashes[i], layer).view_as(self.pages[name][0])
+                self.pages[name][table[i]] = content_of(request.block_hashes[i], layer).view_as(
+                    self.pages[name][0]
+                )
         if valid % BLOCK_TOKENS and len(table) > valid // BLOCK_TOKENS:
             for name in LAYERS:  # a block that is not complete yet
                 self.pages[name][table[valid // BLOCK_TOKENS]] = random.random()
@@ -205,7 +234,9 @@ class Harness:
 def content_of(block_hash: bytes, layer: int) -> torch.Tensor:
     """What the page of a complete block holds."""
     size = NUM_HEADS * BLOCK_TOKENS * 2 * HEAD_SIZE
-    generator = torch.Generator().manual_seed(int.from_bytes(bytes(block_hash)[:7], "little") + layer)
+    generator = torch.Generator().manual_seed(
+        int.from_bytes(bytes(block_hash)[:7], "little") + layer
+    )
     return torch.rand(size, generator=generator)
 
 
@@ -214,7 +245,8 @@ def vllm_config(max_batched_tokens: int, max_seqs: int, prefix_caching: bool) ->
     from vllm.engine.arg_utils import EngineArgs
 
     config = EngineArgs(
-        model=str(engines.tiny_llama()), dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=2048,
+        model=str(engines.tiny_llama()), dtype="float32", skip_tokenizer_init=True, enforce_eager=True,
+        max_model_len=2048,
         max_num_batched_tokens=max_batched_tokens, max_num_seqs=max_seqs, enable_prefix_caching=prefix_caching,
         prefix_caching_hash_algo="sha256_cbor", kv_cache_memory_bytes=16 << 20,
     ).create_engine_config()  # fmt: skip

@@ -1,7 +1,7 @@
 """Real vLLM engines for tests: a tiny llama made once per session, engines in this process, built and torn down.
 
-Engines run on CPU in one process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), so a test can reach the scheduler and both halves of
-the connector. Building one takes seconds; tests share engines where they can.
+Engines run on CPU in one process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), so a test can reach the scheduler and both
+halves of the connector. Building one takes seconds; tests share engines where they can.
 """
 
 from __future__ import annotations
@@ -147,9 +147,14 @@ class Engine:
         return [_answer(output) for output in outputs]
 
     def totals(self) -> dict[str, float]:
-        """Counts of both halves since the last call, as their stats name them (log stats are off, so nobody else reads)."""
+        """Counts of both halves since the last call, as their stats name them (log stats are off, so nobody else
+        reads)."""
         merged: dict[str, float] = {}
-        for part in (self._seen, self.connector._scheduler.drain_stats(), self.worker_connector._worker.drain_stats()):
+        for part in (
+            self._seen,
+            self.connector._scheduler.drain_stats(),
+            self.worker_connector._worker.drain_stats(),
+        ):
             for key, value in (part.data if part is not None else {}).items():
                 merged[key] = merged.get(key, 0) + value
         self._seen.reset()

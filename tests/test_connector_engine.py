@@ -1,8 +1,8 @@
 """Real vLLM engines with a real agent: the same tokens with and without cache, whatever happens to the agent.
 
-Token identity is judged in fp32 (design, section 13). Two controls without connector, one of which splits the work as a hit
-does, by vLLM's own prefix cache: a prompt counts when they agree. On one that counts every difference fails; on one that
-does not, a difference with a gap of 0.1 or more between the two best tokens fails.
+Token identity is judged in fp32. Two controls without connector, one of which splits the work as a hit does, by vLLM's
+own prefix cache: a prompt counts when they agree. On one that counts every difference fails; on one that does not, a
+difference with a gap of 0.1 or more between the two best tokens fails.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import pytest
 from agent_process import AgentProcess, wait_until
-from engines import Answer, Engine, engine, transfer_config
+from engines import Answer, engine, transfer_config
 from redis_server import RedisServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -62,13 +62,21 @@ def differences(
         counted += counts
         if answer.tokens == reference.tokens:
             continue
-        first = next(p for p, (a, b) in enumerate(zip(answer.tokens, reference.tokens, strict=True)) if a != b)
+        first = next(
+            p
+            for p, (a, b) in enumerate(zip(answer.tokens, reference.tokens, strict=True))
+            if a != b
+        )
         if counts or reference.gaps[first] >= DECISIVE_GAP:
             failed.append(i)
     return failed, counted
 
 
-def assert_same(answers: Sequence[Answer], controls: Sequence[Sequence[Answer]], which: Sequence[int] | None = None) -> None:
+def assert_same(
+    answers: Sequence[Answer],
+    controls: Sequence[Sequence[Answer]],
+    which: Sequence[int] | None = None,
+) -> None:
     """Judge as section 13 says."""
     which = range(len(PROMPTS)) if which is None else which
     failed, counted = differences(answers, controls, which)
@@ -110,7 +118,9 @@ def test_outputs_are_the_same_cold_and_after_a_restart_of_the_engine(controls, a
         long_enough = sum(len(p) >= 64 for p in PROMPTS)
         assert stats["outcome/lookup/hit"] == long_enough
         assert stats["outcome/load/hit"] == long_enough
-        assert not any(key.startswith("outcome/save/") and not key.endswith("duplicate") for key in stats)
+        assert not any(
+            key.startswith("outcome/save/") and not key.endswith("duplicate") for key in stats
+        )
         assert subject.worker_connector._worker._client.state().data_plane == "shared_memory"
 
 
@@ -118,12 +128,22 @@ def test_outputs_are_the_same_when_requests_are_preempted(controls, agent):
     """Little room, prompts in parts of 128 tokens, vLLM's own prefix cache on and off."""
     which = [i for i, p in enumerate(PROMPTS) if 200 < len(p) < 420]
     for own_cache in (False, True):
-        settings = {"num_gpu_blocks_override": 28, "max_model_len": 800, "max_num_batched_tokens": 128, "enable_prefix_caching": own_cache}
-        with engine(transfer_config(socket_dir=str(agent.socket_dir), salt=f"preempt-{own_cache}"), **settings) as subject:
+        settings = {
+            "num_gpu_blocks_override": 28,
+            "max_model_len": 800,
+            "max_num_batched_tokens": 128,
+            "enable_prefix_caching": own_cache,
+        }
+        with engine(
+            transfer_config(socket_dir=str(agent.socket_dir), salt=f"preempt-{own_cache}"),
+            **settings,
+        ) as subject:
             subject.scheduler.scheduler_reserve_full_isl = False
             preempted = subject.count_preemptions()
             for _ in range(2):
-                assert_same(subject.generate([PROMPTS[i] for i in which], ANSWER_TOKENS), controls, which)
+                assert_same(
+                    subject.generate([PROMPTS[i] for i in which], ANSWER_TOKENS), controls, which
+                )
             assert preempted[0] > 0
             subject.drain()
             assert subject.num_free_blocks == subject.num_blocks - 1
@@ -132,7 +152,10 @@ def test_outputs_are_the_same_when_requests_are_preempted(controls, agent):
 
 def test_an_agent_that_is_killed_and_restarted_under_load_changes_no_output(controls):
     which = list(range(len(PROMPTS)))
-    with AgentProcess(cpu="256Mi") as agent, engine(transfer_config(socket_dir=str(agent.socket_dir))) as subject:
+    with (
+        AgentProcess(cpu="256Mi") as agent,
+        engine(transfer_config(socket_dir=str(agent.socket_dir))) as subject,
+    ):
         assert_same(subject.generate(PROMPTS, ANSWER_TOKENS), controls)
         subject.totals()
         done = threading.Event()
@@ -156,8 +179,13 @@ def test_an_agent_that_is_killed_and_restarted_under_load_changes_no_output(cont
         assert subject.num_free_blocks == subject.num_blocks - 1
         if agent._process is None:
             agent.start()
-        wait_until(lambda: subject.connector._client.state().connected, what="the engine's reconnection")
-        wait_until(lambda: subject.worker_connector._worker._client.state().connected, what="the rank's reconnection")
+        wait_until(
+            lambda: subject.connector._client.state().connected, what="the engine's reconnection"
+        )
+        wait_until(
+            lambda: subject.worker_connector._worker._client.state().connected,
+            what="the rank's reconnection",
+        )
         subject.totals()
         some = which[:30]
         for _ in range(2):
@@ -173,12 +201,17 @@ def test_an_engine_without_agent_serves_and_uses_it_when_it_comes(controls):
         engine(transfer_config(socket_dir=str(agent.socket_dir))) as subject,
     ):
         assert_same(subject.generate([PROMPTS[i] for i in some], ANSWER_TOKENS), controls, some)
-        assert set(k for k in subject.totals() if k.startswith("outcome/lookup/")) <= {
+        assert {k for k in subject.totals() if k.startswith("outcome/lookup/")} <= {
             "outcome/lookup/agent_down", "outcome/lookup/too_short"
         }  # fmt: skip
         agent.start()
-        wait_until(lambda: subject.connector._client.state().connected, what="the engine's connection")
-        wait_until(lambda: subject.worker_connector._worker._client.state().connected, what="the rank's connection")
+        wait_until(
+            lambda: subject.connector._client.state().connected, what="the engine's connection"
+        )
+        wait_until(
+            lambda: subject.worker_connector._worker._client.state().connected,
+            what="the rank's connection",
+        )
         for _ in range(2):
             assert_same(subject.generate([PROMPTS[i] for i in some], ANSWER_TOKENS), controls, some)
             subject.drain()
@@ -190,7 +223,9 @@ def test_the_stream_path_serves_the_same_outputs(controls):
     with AgentProcess(cpu="256Mi", tcp=True) as agent:
         for _ in range(2):
             with engine(transfer_config(address=agent.address)) as subject:
-                assert_same(subject.generate([PROMPTS[i] for i in some], ANSWER_TOKENS), controls, some)
+                assert_same(
+                    subject.generate([PROMPTS[i] for i in some], ANSWER_TOKENS), controls, some
+                )
                 subject.drain()
                 state = subject.worker_connector._worker._client.state()
                 assert state.data_plane == "stream"
@@ -199,7 +234,7 @@ def test_the_stream_path_serves_the_same_outputs(controls):
 
 
 def test_decode_on_another_node_gets_what_prefill_stored(controls):
-    """Prefill's engine on one agent, decode's on the other; the index in a real Redis, bytes pulled from peer to peer."""
+    """Prefill's engine on one agent, decode's on the other; a real Redis between them, bytes pulled from the peer."""
     which = [i for i, p in enumerate(PROMPTS) if len(p) >= 64][:60]
     prompts = [PROMPTS[i] for i in which]
     with (
@@ -217,7 +252,9 @@ def test_decode_on_another_node_gets_what_prefill_stored(controls):
             decode.drain()
             stats = decode.totals()
         assert stats["outcome/load/hit"] == len(which), stats
-        assert stats["tokens/load/served"] == sum(p["larder"]["num_chunks"] * 64 for p in params if p)
+        assert stats["tokens/load/served"] == sum(
+            p["larder"]["num_chunks"] * 64 for p in params if p
+        )
 
 
 def test_hand_over_within_one_node(controls, agent):

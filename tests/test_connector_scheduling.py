@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
-import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from connector_fakes import FakeCache
 from connector_harness import Harness, prompt
 
+from cacheservice.connector.requests import Move, RequestState
 from cacheservice.core.outcomes import OutcomeKind, Reason
 
 
@@ -31,9 +33,15 @@ def make(monkeypatch, cache):
         harness.close()
 
 
+def wait_quietly(gate, timeout_s=5.0):
+    gate.wait(timeout_s)
+
+
 def lookups(cache, request_id=None):
     return [
-        o.reason for o in cache.outcomes if o.kind is OutcomeKind.LOOKUP and request_id in (None, o.request_id)
+        o.reason
+        for o in cache.outcomes
+        if o.kind is OutcomeKind.LOOKUP and request_id in (None, o.request_id)
     ]
 
 
@@ -79,14 +87,19 @@ def test_generated_tokens_are_saved_too(make, cache):
 
 
 @pytest.mark.parametrize("with_prefix_caching", [True, False])
-def test_preempted_requests_resume_from_the_cache_with_the_right_range(make, cache, with_prefix_caching):
-    """The 256-against-336 case: the store holds less than the engine; an answer that is remembered loads wrong ranges."""
+def test_preempted_requests_resume_from_the_cache_with_the_right_range(
+    make, cache, with_prefix_caching
+):
+    """The 256-against-336 case: the store holds less than the engine; an answer that is remembered loads wrong
+    ranges."""
     cache.fail_store = lambda write: Reason.NO_SPACE if write.number >= 4 else None
     first = make(num_blocks=400)
     for i in (1, 2):
         first.add(str(i), prompt(i, 400), max_tokens=1)
     first.run()
-    harness = make(num_blocks=46, max_batched_tokens=336, max_seqs=4, prefix_caching=with_prefix_caching)
+    harness = make(
+        num_blocks=46, max_batched_tokens=336, max_seqs=4, prefix_caching=with_prefix_caching
+    )
     requests = [harness.add(str(i), prompt(i, 400), max_tokens=200) for i in (1, 2)]
     harness.run()
     harness.check_at_rest()
@@ -95,9 +108,13 @@ def test_preempted_requests_resume_from_the_cache_with_the_right_range(make, cac
         assert answer in (None, max(0, 256 - computed))
     if with_prefix_caching:
         assert any(computed > 256 and answer == 0 for _, computed, _, answer in harness.answers)
-        assert any(0 < computed < 256 and answer == 256 - computed for _, computed, _, answer in harness.answers)
+        assert any(
+            0 < computed < 256 and answer == 256 - computed
+            for _, computed, _, answer in harness.answers
+        )
     loads = [o for o in cache.outcomes if o.kind is OutcomeKind.LOAD]
-    assert loads and all(o.reason is Reason.HIT for o in loads)
+    assert loads
+    assert all(o.reason is Reason.HIT for o in loads)
 
 
 @pytest.mark.parametrize("num_good", range(5))
@@ -168,7 +185,9 @@ def test_an_abort_between_plan_and_metadata_frees_the_blocks(make, cache):
     harness.abort("b")
     for _ in range(5):
         harness.step()
-    assert harness.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < harness.num_blocks - 1
+    assert (
+        harness.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < harness.num_blocks - 1
+    )
     gate.set()
     harness.run()
     harness.check_at_rest()
@@ -176,7 +195,7 @@ def test_an_abort_between_plan_and_metadata_frees_the_blocks(make, cache):
 
 def test_pins_are_bounded_and_released(make, cache):
     gate = threading.Event()
-    cache.fail_store = lambda write: None if gate.wait(5) else None
+    cache.fail_store = lambda write: wait_quietly(gate)
     harness = make(num_blocks=64)
     for i in range(3):
         harness.add(str(i), prompt(i, 250), max_tokens=1)
@@ -193,7 +212,7 @@ def test_pins_are_bounded_and_released(make, cache):
 
 def test_pinned_blocks_keep_their_bytes_while_others_allocate(make, cache):
     gate = threading.Event()
-    cache.fail_store = lambda write: None if gate.wait(5) else None
+    cache.fail_store = lambda write: wait_quietly(gate)
     harness = make(num_blocks=64, prefix_caching=False)
     harness.add("a", prompt(1, 64), max_tokens=1)
     harness.run(lambda: not harness.scheduler.requests)
@@ -255,7 +274,9 @@ def test_an_agent_that_restarts_between_plan_and_load_means_recompute(make, cach
     harness.add("b", prompt(1, 300))
     harness.run()
     harness.check_at_rest()
-    assert [o.reason for o in cache.outcomes if o.kind is OutcomeKind.LOAD] == [Reason.EPOCH_CHANGED]
+    assert [o.reason for o in cache.outcomes if o.kind is OutcomeKind.LOAD] == [
+        Reason.EPOCH_CHANGED
+    ]
 
 
 def test_a_lookup_that_is_late_delays_a_request_by_its_deadline_only(make, cache):
@@ -299,7 +320,7 @@ def test_chunks_that_stay_pending_time_out(make, cache):
     first = make()
     first.add("a", prompt(1, 300))
     first.run()
-    key = next(k for k in cache.shards if k[1] == list(first.half._recent)[0])
+    key = next(k for k in cache.shards if k[1] == next(iter(first.half._recent)))
     del cache.shards[key]
     cache.pending.add((key[0], key[1]))
     harness = make(pending_ms=60)
@@ -350,8 +371,18 @@ def test_a_hand_over_that_never_comes_ends_at_its_own_wait(make, cache):
 )  # fmt: skip
 def test_a_foreign_or_malformed_hand_over_is_ignored(make, cache, change):
     harness = make()
-    good = {"namespace": harness.half.plan.digest.hex(), "node": 1, "epoch": 7, "num_chunks": 4, "wait_ms": 5000}
-    harness.add("b", prompt(1, 300), kv_transfer_params={"larder": {**good, **change}, "do_remote_decode": True})
+    good = {
+        "namespace": harness.half.plan.digest.hex(),
+        "node": 1,
+        "epoch": 7,
+        "num_chunks": 4,
+        "wait_ms": 5000,
+    }
+    harness.add(
+        "b",
+        prompt(1, 300),
+        kv_transfer_params={"larder": {**good, **change}, "do_remote_decode": True},
+    )
     harness.step()
     harness.run()
     harness.check_at_rest()
@@ -360,7 +391,9 @@ def test_a_foreign_or_malformed_hand_over_is_ignored(make, cache, change):
 
 def test_parameters_of_other_connectors_mean_nothing(make, cache):
     harness = make()
-    harness.add("b", prompt(1, 300), kv_transfer_params={"do_remote_prefill": False, "remote_host": None})
+    harness.add(
+        "b", prompt(1, 300), kv_transfer_params={"do_remote_prefill": False, "remote_host": None}
+    )
     harness.run()
     assert lookups(cache, "b") == [Reason.ABSENT]
 
@@ -404,7 +437,10 @@ def test_short_prompts_and_local_hits_are_told_apart(make, cache):
 
 
 def test_metadata_of_other_connectors_is_ignored(make, cache):
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorMetadata,
+        KVConnectorWorkerMetadata,
+    )
 
     class Foreign(KVConnectorMetadata):
         pass
@@ -428,7 +464,9 @@ def test_facts_that_come_late_are_enough(monkeypatch, make, cache):
     from cacheservice.connector.connector import LarderConnector
 
     with monkeypatch.context() as patch:
-        patch.setattr(LarderConnector, "set_xfer_handshake_metadata_pp_aware", lambda self, metadata: None)
+        patch.setattr(
+            LarderConnector, "set_xfer_handshake_metadata_pp_aware", lambda self, metadata: None
+        )
         harness = make()
     assert harness.half.plan is None
     harness.add("a", prompt(1, 100))
@@ -444,7 +482,8 @@ def test_random_life_leaves_nothing_behind(make, cache, seed):
     """Requests of shared prefixes come, go, are preempted and aborted, while agent, loads and stores fail at random."""
     rng = random.Random(seed)
     harness = make(
-        num_blocks=rng.choice([40, 64, 200]), max_batched_tokens=rng.choice([64, 130, 512]), tokens_per_chunk=rng.choice([16, 48, 64]),
+        num_blocks=rng.choice([40, 64, 200]), max_batched_tokens=rng.choice([64, 130, 512]),
+        tokens_per_chunk=rng.choice([16, 48, 64]),
         prefix_caching=rng.random() < 0.5, lookup_ms=20, pending_ms=20, hand_over_ms=30,
     )  # fmt: skip
     faults = [None] * 12 + [Reason.EVICTED, Reason.CHECKSUM, Reason.LEASE_LOST, Reason.DEADLINE]
@@ -458,7 +497,12 @@ def test_random_life_leaves_nothing_behind(make, cache, seed):
             name = str(number)
             shared = prompt(rng.randrange(3), rng.randrange(20, 400))
             extra = {"kv_transfer_params": given} if (given := rng.choice(params)) else {}
-            harness.add(name, prompt(number, len(shared) + rng.randrange(60), shared), rng.randrange(1, 60), **extra)
+            harness.add(
+                name,
+                prompt(number, len(shared) + rng.randrange(60), shared),
+                rng.randrange(1, 60),
+                **extra,
+            )
             alive.append(name)
         elif action < 0.30 and alive:
             harness.abort(alive.pop(rng.randrange(len(alive))))
@@ -473,3 +517,167 @@ def test_random_life_leaves_nothing_behind(make, cache, seed):
         alive = [a for a in alive if a in harness.scheduler.requests]
     harness.run()
     harness.check_at_rest()
+
+
+def remembered_answer(monkeypatch):
+    """The first answer is given again, whatever is computed meanwhile."""
+    import cacheservice.connector.scheduler as module
+
+    original, memo = module.decide, {}
+
+    def decide(state, *arguments):
+        decision = original(state, *arguments)
+        if decision.move is module.Move.ANSWER:
+            decision = memo.setdefault(state.request_id, decision)
+        return decision
+
+    monkeypatch.setattr(module, "decide", decide)
+
+
+def answer_without_subtraction(monkeypatch):
+    """The end of the hit instead of what it gains."""
+    import cacheservice.connector.requests as module
+
+    monkeypatch.setattr(
+        module, "_answer", lambda end, computed, otherwise: module.Decision(Move.ANSWER, Reason.HIT, end)
+    )
+
+
+def load_shifted_by_a_block(monkeypatch):
+    """A load writes what belongs into block i into block i + 1 of the request."""
+    import cacheservice.connector.worker as module
+
+    original = module.WorkerHalf._reads
+
+    def reads(self, job, plan):
+        shifted = tuple((*ids[1:], ids[0]) for ids in job.block_ids)
+        return original(self, replace(job, block_ids=shifted), plan)
+
+    monkeypatch.setattr(module.WorkerHalf, "_reads", reads)
+
+
+def load_starts_at_the_chunk(monkeypatch):
+    """A load that starts within a chunk reads from the chunk's start."""
+    import cacheservice.connector.worker as module
+
+    original = module.WorkerHalf._reads
+
+    def reads(self, job, plan):
+        made, numbers = original(self, job, plan)
+        first = made[0]
+        if first.start:
+            wrong = replace(first, start=0, stop=first.stop - first.start, sink=ShiftedSink(first.sink, first.start))
+            made[0] = wrong
+        return made, numbers
+
+    monkeypatch.setattr(module.WorkerHalf, "_reads", reads)
+
+
+class ShiftedSink:
+    def __init__(self, sink, by):
+        self.sink, self.by = sink, by
+
+    def scatter(self, start, stop, source):
+        self.sink.scatter(start + self.by, stop + self.by, source)
+
+
+def save_of_other_blocks(monkeypatch):
+    """A save reads the blocks of the chunk before."""
+    import cacheservice.connector.scheduler as module
+
+    original = module.SaveChunk
+    monkeypatch.setattr(
+        module, "SaveChunk", lambda key, parent, number, ids: original(key, parent, number, tuple(i[::-1] for i in ids))
+    )
+
+
+def save_before_the_tokens_are_computed(monkeypatch):
+    """A save of half a block more than this step computes."""
+    import cacheservice.connector.scheduler as module
+
+    original = module.SchedulerHalf._plan_saves
+
+    def plan(self, output, metadata):
+        ahead = SimpleNamespace(
+            num_scheduled_tokens={r: n + 8 for r, n in output.num_scheduled_tokens.items()},
+            kv_connector_block_state=output.kv_connector_block_state,
+        )
+        original(self, ahead, metadata)
+
+    monkeypatch.setattr(module.SchedulerHalf, "_plan_saves", plan)
+
+
+def unpinned_saves(monkeypatch):
+    """Blocks of a save in flight can be reused."""
+    import cacheservice.connector.pins as module
+
+    monkeypatch.setattr(module.Pins, "pin", lambda self, *arguments, **options: None)
+
+
+def no_bans(monkeypatch):
+    """A failed chunk is offered again and again."""
+    monkeypatch.setattr(RequestState, "see_failed_load", lambda self, *arguments: None)
+
+
+def loads_reported_early(monkeypatch):
+    """A load is reported before its bytes have arrived."""
+    import cacheservice.connector.worker as module
+
+    original = module.WorkerHalf._copy_in
+
+    def copy(self, job, submitted_at):
+        threading.Timer(0.05, original, (self, job, submitted_at)).start()
+        return None, Reason.HIT, 0
+
+    monkeypatch.setattr(module.WorkerHalf, "_copy_in", copy)
+
+
+def scenario(make, cache):
+    """Chunked prefill, reuse, preemption, partial local hits, failed loads, slow saves."""
+    never = threading.Event()
+    first = make(num_blocks=400, max_batched_tokens=120)
+    for i in (1, 2, 3):
+        first.add(str(i), prompt(i, 400), max_tokens=2)
+    first.run(limit=3000)
+    small = make(num_blocks=46, max_batched_tokens=336, max_seqs=4)
+    for i in (1, 2):
+        small.add(str(i), prompt(i, 400), max_tokens=200)
+    small.run(limit=3000)
+    partial = make(num_blocks=400)
+    partial.add("p", prompt(1, 400)[:100])
+    partial.run(limit=500)
+    partial.add("q", prompt(1, 400))
+    partial.run(limit=500)
+    assert ("q", 96, 400, 288) in partial.answers
+    cache.fail_store = lambda write: wait_quietly(never, 0.02)
+    busy = make(num_blocks=60, max_batched_tokens=100, prefix_caching=False)
+    for i in range(20, 28):
+        busy.add(str(i), prompt(i, 150), max_tokens=3)
+    busy.run(limit=3000)
+    again = make(num_blocks=400)
+    for i in range(20, 28):
+        again.add(str(i), prompt(i, 150), max_tokens=3)
+    again.run(limit=3000)
+    failing = make(num_blocks=400)
+    cache.fail_retrieve = lambda read: Reason.CHECKSUM
+    failing.add("f", prompt(1, 400))
+    failing.run(limit=500)
+    assert Reason.CHECKSUM in [o.reason for o in cache.outcomes if o.kind is OutcomeKind.LOAD]
+
+
+def test_the_scenario_itself_is_sound(make, cache):
+    scenario(make, cache)
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        remembered_answer, answer_without_subtraction, load_shifted_by_a_block, load_starts_at_the_chunk,
+        save_of_other_blocks, save_before_the_tokens_are_computed, unpinned_saves, no_bans, loads_reported_early,
+    ],
+)  # fmt: skip
+def test_the_oracle_notices_a_broken_connector(make, cache, monkeypatch, mutation):
+    """A test that can't fail is a defect: each of these mistakes must make the scenario fail."""
+    mutation(monkeypatch)
+    with pytest.raises((AssertionError, IndexError, KeyError)):
+        scenario(make, cache)

@@ -13,7 +13,9 @@ READY = frozenset({Presence.READY_HERE, Presence.READY_ELSEWHERE})
 
 
 def group(kind: GroupKind, block_tokens: int = 2, window_tokens: int | None = None) -> GroupSpec:
-    return GroupSpec(kind, block_tokens, num_layers=1, bytes_per_block=8, window_tokens=window_tokens)
+    return GroupSpec(
+        kind, block_tokens, num_layers=1, bytes_per_block=8, window_tokens=window_tokens
+    )
 
 
 def hit(groups, presence, *, tokens_per_chunk=4, computed=0, num_tokens=1000, max_chunks=None):
@@ -45,9 +47,14 @@ def oracle(groups, presence, *, tokens_per_chunk, computed, num_tokens, max_chun
             elif spec.kind is GroupKind.SLIDING_WINDOW:
                 needed = {t for t in range(end) if end - t <= spec.window_tokens - 1}
             elif spec.kind is GroupKind.CHUNKED_LOCAL:
-                needed = {t for t in range(end) if t // spec.window_tokens == end // spec.window_tokens}
+                needed = {
+                    t for t in range(end) if t // spec.window_tokens == end // spec.window_tokens
+                }
             else:
-                good &= end < num_tokens and presence[(end // tokens_per_chunk - 1) * num_groups + index] in READY
+                good &= (
+                    end < num_tokens
+                    and presence[(end // tokens_per_chunk - 1) * num_groups + index] in READY
+                )
                 needed = set()
             good &= needed <= have
         if good:
@@ -70,7 +77,9 @@ def cases(draw):
         groups.append(group(kind, block, window))
     num_chunks = draw(st.integers(0, 7))
     codes = st.sampled_from([0, 1, 1, 1, 2, 3])
-    presence = draw(st.lists(codes, min_size=num_chunks * len(groups), max_size=num_chunks * len(groups)))
+    presence = draw(
+        st.lists(codes, min_size=num_chunks * len(groups), max_size=num_chunks * len(groups))
+    )
     return (
         groups,
         presence,
@@ -85,7 +94,13 @@ def cases(draw):
 
 @given(cases())
 @settings(max_examples=600)
-@example(([group(GroupKind.FULL)], [1, 1], {"tokens_per_chunk": 4, "computed": 8, "num_tokens": 8, "max_chunks": None}))
+@example(
+    (
+        [group(GroupKind.FULL)],
+        [1, 1],
+        {"tokens_per_chunk": 4, "computed": 8, "num_tokens": 8, "max_chunks": None},
+    )
+)
 def test_hit_equals_what_single_tokens_allow(case):
     groups, presence, rest = case
     assert hit(groups, presence, **rest) == oracle(groups, presence, **rest)

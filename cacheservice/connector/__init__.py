@@ -1,7 +1,8 @@
-"""The vLLM connector: `--kv-transfer-config '{"kv_connector": "LarderConnector", "kv_connector_module_path": "cacheservice.connector", …}'`.
+"""The vLLM connector, named in --kv-transfer-config as `LarderConnector` of the module `cacheservice.connector`.
 
-Everything that Larder imports from vLLM and torch is in this package. Importing it opens no channel, starts no thread and
-does not even import vLLM: the class is loaded when it is first asked for, because engines fork after they load plugins.
+Everything that Larder imports from vLLM and torch is in this package. Importing it opens no channel, starts no
+thread and does not even import vLLM: the class is loaded when it is first asked for, because engines fork after they
+load plugins.
 """
 
 from __future__ import annotations

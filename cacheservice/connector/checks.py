@@ -1,8 +1,8 @@
 """What this version can't cache is refused at start, in one sentence with the flag to set.
 
-Each check looks at vLLM's configuration only and raises RefusedError; nothing is checked again later. Fail closed: a kind
-of group or a feature that is not named here as known is refused, because vLLM accepts wrong bytes silently. An agent that
-can't be reached is no reason to refuse: the engine runs without cache and connects later.
+Each check looks at vLLM's configuration only and raises RefusedError; nothing is checked again later. Fail closed: a
+kind of group or a feature that is not named here as known is refused, because vLLM accepts wrong bytes silently. An
+agent that can't be reached is no reason to refuse: the engine runs without cache and connects later.
 
 Called by: connector.py when a half is built, namespace.py when ranks have registered their pages.
 """
@@ -38,14 +38,15 @@ def check_engine(vllm_config: Any) -> None:
         )
     if parallel.world_size > 1:
         raise RefusedError(
-            f"this version caches engines of one rank, this one has tensor parallel size {parallel.tensor_parallel_size} "
-            f"and pipeline parallel size {parallel.pipeline_parallel_size}: start it with --tensor-parallel-size 1 and "
+            f"this version caches engines of one rank; this one has {parallel.tensor_parallel_size} tensor and "
+            f"{parallel.pipeline_parallel_size} pipeline ranks: start it with --tensor-parallel-size 1 and "
             "--pipeline-parallel-size 1, or without the connector"
         )
     for flag in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, flag, 1) > 1:
             raise RefusedError(
-                f"this version does not cache with context parallelism: start the engine without --{flag.replace('_', '-')}"
+                "this version does not cache with context parallelism: "
+                f"start the engine without --{flag.replace('_', '-')}"
             )
     sizes_of_others = (vllm_config.kv_transfer_config.kv_connector_extra_config or {}).get(
         "tensor_parallel_sizes"
@@ -58,7 +59,8 @@ def check_engine(vllm_config: Any) -> None:
 
 
 def check_groups(kv_cache_config: Any) -> None:
-    """Refuse layouts and groups that are not whole, opaque, block-compact pages of a known kind. Raises RefusedError."""
+    """Refuse layouts and groups that are not whole, opaque, block-compact pages of a known kind. Raises
+    RefusedError."""
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     layout = kv_cache_config.kv_cache_layout

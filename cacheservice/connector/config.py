@@ -105,7 +105,7 @@ def parse_extra_config(extra: Mapping[str, Any], *, kv_role: str | None) -> Conn
     socket_dir, address = _text(extra, "socket_dir"), _text(extra, "address")
     if bool(socket_dir) == bool(address):
         raise ConfigError(
-            "kv_connector_extra_config: set exactly one of 'socket_dir' (directory of the agent's sockets on this node) "
+            "kv_connector_extra_config: set exactly one of 'socket_dir' (directory of this node's agent sockets) "
             "and 'address' (host:port of an agent)"
         )
     if address and not _is_host_port(address):

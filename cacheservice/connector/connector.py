@@ -1,9 +1,9 @@
 """`LarderConnector`: vLLM's interface on one side, our two halves on the other. Contains no decision of its own.
 
-vLLM builds one object per role: SCHEDULER in the engine core, WORKER in each rank; they share nothing but the metadata that
-vLLM carries. Construction checks and refuses (checks.py, config.py) and opens nothing; channels and threads begin when the
-ranks have registered their pages. Interface of vLLM 0.32, kv_connector/v1/base.py; order of calls in
-reference/vllm-connector.md.
+vLLM builds one object per role: SCHEDULER in the engine core, WORKER in each rank; they share nothing but the
+metadata that vLLM carries. Construction checks and refuses (checks.py, config.py) and opens nothing; channels and
+threads begin when the ranks have registered their pages. Interface of vLLM 0.32, kv_connector/v1/base.py; order of
+calls in reference/vllm-connector.md.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Check the configuration. Raises ConfigError or RefusedError, in one sentence, with what to set."""
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_with_vllm()
         transfer = vllm_config.kv_transfer_config
         self._config = parse_extra_config(
             transfer.kv_connector_extra_config or {}, kv_role=transfer.kv_role
@@ -109,7 +110,7 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
         )  # fmt: skip
         if not self._client.wait_connected(FIRST_CONNECTION_S):
             logger.warning(
-                "no cache agent at %s: %s. The engine runs without cache and connects by itself when the agent is there",
+                "no cache agent at %s: %s. The engine runs without cache and connects when the agent is there",
                 self._config.socket_dir or self._config.address,
                 self._client.state().message,
             )
@@ -163,8 +164,8 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduling.has_open_saves()
 
     def has_pending_block_frees(self) -> bool:
-        """Blocks will come back soon: wait for them rather than preempt."""
-        return self._scheduling.has_open_saves()
+        """Whether blocks will come back so soon that waiting beats preempting."""
+        return self._scheduling.frees_blocks_soon()
 
     def reset_cache(self) -> bool | None:
         """Go on in a private namespace."""
@@ -309,6 +310,16 @@ def build_client(config: ConnectorConfig, half: Half, *, rank: int) -> CacheClie
         data_plane="none" if half is Half.SCHEDULER else "auto",
         checksums="always" if config.checksums == "always" else "remote",
     )
+
+
+def _log_with_vllm() -> None:
+    """Let our loggers write where vLLM's do, at vLLM's level: vLLM configures its own name only."""
+    ours, theirs = logging.getLogger("cacheservice"), logging.getLogger("vllm")
+    if ours.handlers or logging.getLogger().handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.getEffectiveLevel())
 
 
 def _attention_of(vllm_config: Any, kv_cache_config: Any) -> tuple[str, str]:

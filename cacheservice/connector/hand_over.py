@@ -1,7 +1,8 @@
 """The hand-over between a prefill and a decode engine: `{"larder": {...}}` in vLLM's `kv_transfer_params`. Pure.
 
-Prefill's answer names what it stored and where; decode waits for exactly that, then computes the rest. Whatever a client
-sends here is untrusted: anything malformed is ignored, and the wait is clamped, so that no client can hold an engine.
+Prefill's answer names what it stored and where; decode waits for exactly that, then computes the rest. Whatever a
+client sends here is untrusted: anything malformed is ignored, and the wait is clamped, so that no client can hold an
+engine.
 """
 
 from __future__ import annotations

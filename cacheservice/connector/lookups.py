@@ -1,8 +1,9 @@
 """Lookups on background threads, so that the scheduler half never waits for the agent longer than it chooses to.
 
 Owns two small pools: one for lookups that come back at once, one for those that wait at the agent until something is
-stored; the second is bounded, and who finds no place in it asks again and again without waiting. A lookup that nobody wants
-any more gives its lease back when it arrives. Threads start with the first lookup, never at import or construction.
+stored; the second is bounded, and who finds no place in it asks again and again without waiting. A lookup that
+nobody wants any more gives its lease back when it arrives. Threads start with the first lookup, never at import or
+construction.
 
 Called by: scheduler.py, from the engine's scheduling thread only.
 """

@@ -1,9 +1,10 @@
 """Which weights an engine runs, so that pods with their own download share a cache and fine-tunes never do.
 
-The identity is the model's configuration and, per weight file, its size, the hash of its header and a hash over samples of
-every tensor at the offsets that the header gives. Neither path nor mtime counts. Samples rather than all bytes: a 140 GB
-model is identified in seconds, and a fine-tune that changes any tensor changes its samples, since training moves every
-element of a tensor that it touches. Called by: namespace.py, once per engine, in the scheduler half.
+The identity is the model's configuration and, per weight file, its size, the hash of its header and a hash over
+samples of every tensor at the offsets that the header gives. Neither path nor mtime counts. Samples rather than all
+bytes: a 140 GB model is identified in seconds, and a fine-tune that changes any tensor changes its samples, since
+training moves every element of a tensor that it touches. Called by: namespace.py, once per engine, in the scheduler
+half.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def identify_model(model_config: Any, load_config: Any) -> dict[str, Any]:
     files = [place] if place.is_file() else weight_files(place)
     if not files:
         raise RefusedError(
-            f"the weights in {place} can't be identified, since there is no file ending in {', '.join(WEIGHT_SUFFIXES)}: "
+            f"the weights in {place} can't be identified: no file ends in {', '.join(WEIGHT_SUFFIXES)}; "
             "give --model a folder with the weights, so that engines with other weights never share a cache"
         )
     return {**facts, "weights": digest_of_files(files)}
@@ -112,8 +113,8 @@ def _downloaded(model: str, revision: str | None) -> Path:
         return Path(snapshot_download(model, revision=revision, local_files_only=True))
     except Exception as error:
         raise RefusedError(
-            f"the weights of model {model!r} are not found on this machine, so they can't be identified: download the model "
-            "and give --model its folder"
+            f"the weights of model {model!r} are not on this machine, so they can't be identified: "
+            "download the model and  give --model its folder"
         ) from error
 
 
@@ -143,8 +144,11 @@ def _tensor_ranges(header: dict[str, Any], raw: bytes, size: int) -> list[tuple[
         if length <= SAMPLES_PER_TENSOR * SAMPLE_BYTES:
             ranges.append((start, max(0, length)))
             continue
-        step = (length - SAMPLE_BYTES) // (SAMPLES_PER_TENSOR - 1)
-        ranges.extend((start + i * step, SAMPLE_BYTES) for i in range(SAMPLES_PER_TENSOR))
+        last = length - SAMPLE_BYTES
+        ranges.extend(
+            (start + i * last // (SAMPLES_PER_TENSOR - 1), SAMPLE_BYTES)
+            for i in range(SAMPLES_PER_TENSOR)
+        )
     return ranges
 
 

@@ -1,8 +1,8 @@
 """The namespace of an engine: everything that must be equal for its bytes to be interchangeable, as one digest.
 
-Each rank describes what it has (`RankFacts`, made where the pages are registered); the scheduler half merges the ranks and
-adds what only it knows. The facts are canonical: sizes over all heads and layers of all ranks, so that engines with other
-tensor parallel sizes have the same digest. Nothing here needs an agent. Design, sections 6 and 7.
+Each rank describes what it has (`RankFacts`, made where the pages are registered); the scheduler half merges the
+ranks and adds what only it knows. The facts are canonical: sizes over all heads and layers of all ranks, so that
+engines with other tensor parallel sizes have the same digest. Nothing here needs an agent. Design, sections 6 and 7.
 
 Called by: worker.py (`describe_rank`), scheduler.py (`plan_namespace`).
 """
@@ -133,7 +133,8 @@ def describe_engine(
 def hash_facts() -> dict[str, str]:
     """How vLLM hashes blocks in this process: algorithm, seed value, and a probe that notices any change of the input.
 
-    The seed value is computed as vLLM 0.32 does in v1/core/kv_cache_utils.py `init_none_hash`, which runs later than this.
+    The seed value is computed as vLLM 0.32 does in v1/core/kv_cache_utils.py `init_none_hash`, which runs later than
+    this.
     """
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, resolve_none_hash_seed
@@ -263,13 +264,13 @@ def _merge_group(
         shards = num_shards_of(heads, engine.tensor_parallel_sizes)
         if shards is None:
             raise RefusedError(
-                f"tensor_parallel_sizes={list(engine.tensor_parallel_sizes)} cut {heads} KV heads into parts that don't "
+                f"tensor_parallel_sizes={list(engine.tensor_parallel_sizes)} cut {heads} KV heads so that parts don't "
                 "divide each other: give sizes of which each divides the number of heads"
             )
         num_shards = shards
         if num_shards != heads // first.num_heads and not first.is_head_major:
             raise RefusedError(
-                "engines of several tensor parallel sizes need contiguous heads: set VLLM_KV_CACHE_LAYOUT=LBHNC (or HND)"
+                "several tensor parallel sizes need contiguous heads: set VLLM_KV_CACHE_LAYOUT=LBHNC (or HND)"
             )
         bytes_per_block = stage_bytes // first.num_heads * heads
     spec = GroupSpec(
@@ -296,7 +297,7 @@ def _chunk_size(engine: EngineFacts, groups: Sequence[GroupSpec]) -> int:
         return chosen if chosen % unit == 0 else unit * -(-chosen // unit)
     if wanted % unit:
         raise RefusedError(
-            f"tokens_per_chunk={wanted} is no multiple of {unit}, the least common multiple of this model's block sizes: "
+            f"tokens_per_chunk={wanted} is no multiple of {unit}, the common multiple of this model's block sizes: "
             f"set it to {unit * max(1, round(wanted / unit))}, or leave it out"
         )
     return wanted
@@ -307,8 +308,8 @@ def _details(spec: Any) -> tuple[tuple[str, str], ...]:
     from vllm.v1.kv_cache_interface import iter_layer_specs
 
     names = (
-        "head_size", "head_size_v", "dtype", "kv_quant_mode", "sliding_window", "attention_chunk_size", "cache_dtype_str",
-        "cache_role", "model_version", "state_content_bytes",
+        "head_size", "head_size_v", "dtype", "kv_quant_mode", "sliding_window", "attention_chunk_size",
+        "cache_dtype_str", "cache_role", "model_version", "state_content_bytes",
     )  # fmt: skip
     seen: dict[str, set[str]] = {}
     for layer in iter_layer_specs(spec):

@@ -106,7 +106,8 @@ class ShardLayout:
     __slots__ = ("block_bytes", "runs", "starts")
 
     def __init__(self, pages: GroupPages, *, first_head: int, num_heads: int) -> None:
-        """Cover heads [first_head, first_head + num_heads) of this rank's own. Raises RefusedError when not head-major."""
+        """Cover heads [first_head, first_head + num_heads) of this rank's own. Raises RefusedError when not
+        head-major."""
         whole = num_heads == pages.num_heads
         if not whole and not pages.is_head_major:
             raise RefusedError(
@@ -135,9 +136,9 @@ class ShardLayout:
 class PageRuns:
     """A shard's bytes in the KV cache, as source and as sink of the client.
 
-    `blocks[i]` is the block that holds bytes `[first_byte + i * block_bytes, …)` of the shard; bytes outside of the given
-    blocks must not be asked for. The caller guarantees that these blocks stay its own until the copy is done: pinned for a
-    save, allocated to a waiting request for a load. Thread-safe, since it has no state of its own.
+    `blocks[i]` is the block that holds bytes `[first_byte + i * block_bytes, …)` of the shard; bytes outside of the
+    given blocks must not be asked for. The caller guarantees that these blocks stay its own until the copy is done:
+    pinned for a save, allocated to a waiting request for a load. Thread-safe, since it has no state of its own.
     """
 
     __slots__ = ("_blocks", "_first_byte", "_layout")

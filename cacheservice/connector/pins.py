@@ -1,15 +1,17 @@
 """Blocks that must not be reused while a save reads them: bounded, and released only when every rank has reported.
 
-A pin is one more reference on vLLM's block (`block_pool.touch`), so it covers preemption, freed windows, finish and abort
-with one mechanism. Single-threaded: the engine's scheduling thread.
+A pin is one more reference on vLLM's block (`block_pool.touch`), so it covers preemption, freed windows, finish and
+abort with one mechanism. Single-threaded: the engine's scheduling thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 MAX_PINNED_FRACTION = 0.25
+WORTH_WAITING_S = 0.5
+"""Pins younger than this will be released in a moment; older ones belong to a save that has got stuck."""
 
 
 class Pins:
@@ -19,6 +21,7 @@ class Pins:
         self._pool = block_pool
         self._blocks_of: dict[int, list[Any]] = {}
         self._ranks_left: dict[int, int] = {}
+        self._pinned_at: dict[int, float] = {}
         self._num_pinned = 0
         self.max_blocks = int(block_pool.num_gpu_blocks * MAX_PINNED_FRACTION)
 
@@ -35,27 +38,29 @@ class Pins:
         """Whether so many more blocks may be pinned."""
         return self._num_pinned + num_blocks <= self.max_blocks
 
-    def pin(self, save_id: int, block_ids: Iterable[int], *, num_ranks: int) -> None:
+    def are_worth_waiting_for(self, now: float) -> bool:
+        """Whether blocks will come back so soon that waiting for them is cheaper than a preemption."""
+        return any(now - pinned_at < WORTH_WAITING_S for pinned_at in self._pinned_at.values())
+
+    def pin(self, save_id: int, block_ids: Iterable[int], *, num_ranks: int, now: float) -> None:
         """Hold these blocks until `num_ranks` ranks reported `save_id`."""
         blocks = [self._pool.blocks[i] for i in block_ids]
         self._pool.touch(blocks)
         self._blocks_of[save_id] = blocks
         self._ranks_left[save_id] = num_ranks
+        self._pinned_at[save_id] = now
         self._num_pinned += len(blocks)
 
     def report(self, save_id: int, num_ranks: int) -> bool:
-        """So many more ranks are done; True when that were the last ones and the blocks are free. Unknown ids: False."""
+        """So many more ranks are done; True when that were the last ones and the blocks are free. Unknown ids:
+        False."""
         if save_id not in self._blocks_of:
             return False
         self._ranks_left[save_id] -= num_ranks
         if self._ranks_left[save_id] > 0:
             return False
         blocks = self._blocks_of.pop(save_id)
-        del self._ranks_left[save_id]
+        del self._ranks_left[save_id], self._pinned_at[save_id]
         self._num_pinned -= len(blocks)
         self._pool.free_blocks(reversed(blocks))  # the end of a chain is evicted first
         return True
-
-    def held(self) -> Sequence[int]:
-        """Save ids that are not reported by all ranks yet."""
-        return list(self._blocks_of)

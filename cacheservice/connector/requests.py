@@ -1,8 +1,8 @@
 """What the scheduler half knows of one request, and what it decides from it. Pure: no clock, no thread, no vLLM.
 
-Invariants. Only presence is remembered, never an answer: vLLM asks again and again with another number of computed tokens,
-and a remembered answer makes it load wrong ranges silently (reference/vllm-connector.md, section 2.2). Every question ends
-within a deadline. A chunk that failed to load is not offered to the same request again. A state is made when the request
+Invariants. Only presence is remembered, never an answer: vLLM asks again and again with another number of computed
+tokens, and a remembered answer makes it load wrong ranges silently (docs/decisions/0003). Every question ends within
+a deadline. A chunk that failed to load is not offered to the same request again. A state is made when the request
 arrives and dropped when it finishes.
 
 Called by: scheduler.py, in the engine's scheduling thread only.

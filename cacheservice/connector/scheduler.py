@@ -1,8 +1,9 @@
 """The scheduler half: asks what is there, plans loads and saves, keeps blocks pinned while they are read.
 
-Invariants. No call blocks longer than 1 ms a step. Nothing here raises for anything that the agent does; what vLLM passes
-is the truth and is never asserted on. Every question, load and save ends, and is counted under one Reason. All pins are
-released when all ranks reported. What is decided is in requests.py; this file connects it to vLLM and to the client.
+Invariants. No call blocks longer than 1 ms a step. Nothing here raises for anything that the agent does; what vLLM
+passes is the truth and is never asserted on. Every question, load and save ends, and is counted under one Reason.
+All pins are released when all ranks reported. What is decided is in requests.py; this file connects it to vLLM and
+to the client.
 
 Called by: connector.py, in the engine's scheduling thread. Owns its client and the lookup threads.
 """
@@ -116,7 +117,6 @@ class SchedulerHalf:
         self._recent_epoch: int | None = None
         self._next_id = 1
         self._wait_budget_s = STEP_WAIT_S
-        self._warned_down = False
 
     # ------------------------------------------------------------------ start and namespace
 
@@ -282,8 +282,8 @@ class SchedulerHalf:
         self._drop_lookup(tracked)
         if lease := state.take_lease():
             self._client.release(lease)
-        # A load that was authorised goes to the ranks even when its request was aborted before this step's metadata: vLLM
-        # frees the blocks of such a request only when its load is reported.
+        # A load that was authorised goes to the ranks even when its request was aborted before this step's metadata:
+        # vLLM frees the blocks of such a request only when its load is reported.
         if self._plan is None or state.saves_forbidden:
             return None
         self._count_unsaved(tracked)
@@ -417,7 +417,7 @@ class SchedulerHalf:
         blocks = [
             block for chunk in job.chunks for group_ids in chunk.block_ids for block in group_ids
         ]
-        self._pins.pin(job.save_id, blocks, num_ranks=self._num_ranks)
+        self._pins.pin(job.save_id, blocks, num_ranks=self._num_ranks, now=self._clock())
         self._open_saves[job.save_id] = job
         metadata.saves.append(job)
 
@@ -484,8 +484,12 @@ class SchedulerHalf:
         self._engine = engine
 
     def has_open_saves(self) -> bool:
-        """Whether blocks are pinned: vLLM keeps stepping, and waits for them instead of preempting."""
+        """Whether blocks are pinned, so that vLLM has to keep stepping until the ranks report."""
         return self._pins is not None and len(self._pins) > 0
+
+    def frees_blocks_soon(self) -> bool:
+        """Whether vLLM should wait for pinned blocks instead of preempting; not for a save that has got stuck."""
+        return self._pins is not None and self._pins.are_worth_waiting_for(self._clock())
 
     def drain_stats(self) -> LarderStats | None:
         """Counts since the last call."""

@@ -1,8 +1,8 @@
 """The worker half, one per rank: copies pages between the engine and the cache on a few threads of its own.
 
-Invariants. Every load that the scheduler half authorised is reported finished exactly once, failed or not, and only after
-the last byte was written to its pages. Every save is reported exactly once, and only after the last byte was read from
-its pages. Both end within their deadline. Nothing here raises into vLLM for anything that the agent does.
+Invariants. Every load that the scheduler half authorised is reported finished exactly once, failed or not, and only
+after the last byte was written to its pages. Every save is reported exactly once, and only after the last byte was
+read from its pages. Both end within their deadline. Nothing here raises into vLLM for anything that the agent does.
 
 Called by: connector.py, in the rank's model-runner thread. Owns its client, its threads and the page plan.
 """

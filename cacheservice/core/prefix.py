@@ -7,7 +7,8 @@ A prefix of E tokens can be used when each group has what a computation that sta
     chunked local    the tokens of E's local chunk before E; none when E starts a local chunk
     recurrent        the state exactly at E, and E < num_tokens, since a state can't be rewound for the last token
 
-E is always a multiple of the chunk size. A group of which nothing is there makes the hit zero: no group is ever left out.
+E is always a multiple of the chunk size. A group of which nothing is there makes the hit zero: no group is ever left
+out.
 Called by: the connector's scheduler half on every question of vLLM; only presence is remembered between calls, never E.
 """
 
@@ -30,8 +31,8 @@ def hit_tokens(
 ) -> int:
     """End, exclusive and in tokens, of the longest usable prefix; 0 when nothing beyond `computed_tokens` can be had.
 
-    `presence` has one byte per chunk and group, chunk by chunk; codes in `there` count as there. `max_chunks` bounds how
-    many chunks may be used (chunks that failed for this request are not offered again).
+    `presence` has one byte per chunk and group, chunk by chunk; codes in `there` count as there. `max_chunks` bounds
+    how many chunks may be used (chunks that failed for this request are not offered again).
     """
     num_groups = len(groups)
     num_chunks = min(len(presence) // num_groups, num_tokens // tokens_per_chunk)
