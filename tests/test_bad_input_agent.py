@@ -250,6 +250,13 @@ def test_group_that_is_malformed(session: StubSession, group: tuple[str, int, in
     assert (code, "groups[0]" in words) == (INVALID, True)
 
 
+def test_more_shards_than_an_entry_of_the_index_can_name(session: StubSession) -> None:
+    groups = tuple(GroupShape("full", 256, 1) for _ in range(8))
+    spec = NamespaceSpec(SPEC.digest, SPEC.description, 256, groups)
+    code, words = rejection(session.open, spec)
+    assert (code, "2040" in words) == (INVALID, True)
+
+
 def test_same_digest_with_another_shape(session: StubSession) -> None:
     spec = NamespaceSpec(SPEC.digest, SPEC.description, 256, (GroupShape("full", 1, 7),))
     code, words = rejection(session.open, spec)

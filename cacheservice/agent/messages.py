@@ -15,6 +15,7 @@ from cacheservice.core.keys import DIGEST_BYTES, ChunkKey, NamespaceDigest
 from cacheservice.core.layout import GroupShape, NamespaceSpec
 from cacheservice.core.outcomes import Outcome, OutcomeKind, Reason
 from cacheservice.errors import Conflict, InvalidRequest
+from cacheservice.index.entry import MAX_BITMAP_BITS
 from cacheservice.v1 import cache_pb2
 
 PROTOCOL_VERSION = 1
@@ -109,6 +110,12 @@ def parse_namespace(request: cache_pb2.OpenNamespaceRequest) -> NamespaceSpec:
                 f"groups[{number}].shard_bytes is {group.shard_bytes}; 1 to 2^32 are allowed"
             )
         shapes.append(GroupShape(group.kind, group.num_shards, group.shard_bytes))
+    total = sum(shape.num_shards for shape in shapes)
+    if total > MAX_BITMAP_BITS:
+        raise InvalidRequest(
+            f"groups have {total} shards together; an entry of the index has room for {MAX_BITMAP_BITS}: "
+            "share the cache among fewer tensor-parallel sizes"
+        )
     return NamespaceSpec(digest, request.description, request.tokens_per_chunk, tuple(shapes))
 
 
