@@ -29,6 +29,8 @@ _STEP_BYTES = 64 * 2**20
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14 (include/uapi/asm-generic/mman-common.h); older kernels answer EINVAL."""
+_kept: list[Arena] = []
+"""Closed arenas that somebody may still copy from or to; referred to so that nothing unmaps them."""
 _SPARE_BYTES = 256 * 2**20
 """Left to the rest of this process and of the machine when the arena's size is checked."""
 
@@ -43,6 +45,12 @@ class Arena:
         self.view = memoryview(self._mapping)
         self._address_holder = ctypes.c_char.from_buffer(self._mapping)
         self.address = ctypes.addressof(self._address_holder)
+        self._stays_mapped = False
+
+    def keep_mapped(self) -> None:
+        """Have `close` leave the mapping to the end of the process: somebody may still copy."""
+        self._stays_mapped = True
+        _kept.append(self)
 
     def close(self) -> None:
         """Give the region up; its memory returns when the last engine has unmapped it. Idempotent."""
@@ -50,6 +58,8 @@ class Arena:
             return
         os.close(self.fd)
         self.fd = -1
+        if self._stays_mapped:
+            return
         # A frame in flight may still hold a slice of the view: then the mapping goes with the process.
         del self._address_holder
         try:

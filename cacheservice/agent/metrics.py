@@ -30,6 +30,8 @@ GAUGES: Mapping[str, str] = {
     "lookup_lease_bytes": "Bytes that lookup leases cover.",
     "reservations": "Open reservations.",
     "sessions": "Live sessions of clients.",
+    "shared_memory_sessions": "Live sessions whose bytes travel through the arena.",
+    "stream_sessions": "Live sessions whose bytes travel by gRPC: about five times slower.",
     "arena_connections": "Clients that have the arena mapped.",
     "peers": "Other agents that this one has a connection to.",
     "waiting_announcements": "Chunks of which the index does not know the latest.",

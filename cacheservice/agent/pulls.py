@@ -191,10 +191,10 @@ class PeerPulls:
         return self._peers.num_clients
 
     def stop(self) -> None:
-        """Let running batches end (each has a deadline), start no more, close all clients."""
+        """Close all clients, which ends running batches, and wait for that: they write into the arena."""
         self._stopped = True
-        self._workers.shutdown(wait=False, cancel_futures=True)
         self._peers.close()
+        self._workers.shutdown(wait=True, cancel_futures=True)
 
     def _submit(self, job: _Job) -> None:
         if self._stopped or not self._jobs.acquire(blocking=False):

@@ -46,7 +46,7 @@ from cacheservice.agent.service import (
     CacheServicer,
     ServiceParts,
 )
-from cacheservice.agent.sessions import SessionLimits, SessionRegistry
+from cacheservice.agent.sessions import Session, SessionLimits, SessionRegistry
 from cacheservice.agent.statuses import StatusInterceptor
 from cacheservice.agent.tls import CallerCheck, ServerCertificates
 from cacheservice.agent.waiting_calls import WaitingCalls
@@ -68,6 +68,7 @@ _TICK_S = 0.25
 _STOPPED_S = 2.0
 _GRACE_S = 4.0
 """Longer than the interval of pings."""
+_END_CALLS_S = 5.0
 _EVICT_PER_TICK = 256
 _INDEX_STATES = {
     IndexHealth.READY: cache_pb2.INDEX_STATE_READY,
@@ -136,6 +137,10 @@ class Agent:
         arena = build_arena(config.cpu)
         self._arena = arena
         self._undo.append(arena.close)
+        self._calls = ThreadPoolExecutor(
+            max_workers=config.max_sessions + config.max_calls, thread_name_prefix="call"
+        )
+        self._undo.append(self._end_calls)
         limits = StoreLimits(
             reservation_ttl_s=config.reservation_seconds, lease_ttl_s=config.lease_seconds,
             lookup_lease_ttl_s=config.lookup_lease_seconds, max_shards=config.max_shards,
@@ -277,7 +282,7 @@ class Agent:
         )  # fmt: skip
         num_threads = config.max_sessions + config.max_calls
         self._server = grpc.server(
-            ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="call"),
+            self._calls,
             interceptors=[interceptor],
             maximum_concurrent_rpcs=num_threads,
             options=[
@@ -391,6 +396,7 @@ class Agent:
 
     def _gauges(self) -> Mapping[str, float]:
         health_now = self._index.status().health
+        sessions = self._registry.sessions()
         return {
             "arena_connections": self._arena_socket.num_connections,
             "peers": self._pulls.num_peers,
@@ -399,7 +405,9 @@ class Agent:
             "draining": float(self._draining.is_set()),
             "node_number": self._node_number(),
             # Ours for pulls is no client.
-            "sessions": len(self._registry.sessions()),
+            "sessions": len(sessions),
+            "shared_memory_sessions": sum(s.data_plane == "shared_memory" for s in sessions),
+            "stream_sessions": sum(s.data_plane == "stream" for s in sessions),
         }
 
     def _totals(self) -> Mapping[str, float]:
@@ -460,8 +468,18 @@ class Agent:
             "version": __version__, "uptime_s": round(now_s - self._started_s, 3),
             "draining": self._draining.is_set(), "eviction": self.config.eviction.value,
             "index": {"health": index.health.value, "message": index.message},
+            "sessions": [_session_entry(session, now_s) for session in self._registry.sessions()],
             "counters": self._metrics.values(), "outcomes": outcomes,
         }  # fmt: skip
+
+    def _end_calls(self) -> None:
+        """Wait until no handler copies from or to the arena: unmapping it under one would end the process."""
+        waiting = threading.Thread(target=self._calls.shutdown, name="end-calls", daemon=True)
+        waiting.start()
+        waiting.join(_END_CALLS_S)
+        if waiting.is_alive():
+            _log.warning("calls still run; the arena stays mapped until the process ends")
+            self._arena.keep_mapped()
 
     def _close(self) -> None:
         self._stopping.set()
@@ -472,6 +490,16 @@ class Agent:
             except Exception:  # noqa: BLE001
                 # The outermost frame of the end: the rest must still be closed.
                 _log.exception("closing failed")
+
+
+def _session_entry(session: Session, now_s: float) -> Mapping[str, Any]:
+    hello = session.hello
+    return {
+        "engine": hello.engine_name, "role": hello.role, "half": hello.half, "rank": hello.rank,
+        "host": hello.host, "data_plane": session.data_plane, "age_s": round(now_s - session.started_s, 3),
+        "asked_tokens": session.asked_tokens, "hit_tokens": session.hit_tokens,
+        "outcomes": dict(session.outcomes.copy()), "dropped_outcomes": session.num_dropped_outcomes,
+    }  # fmt: skip
 
 
 def run_agent(config: AgentConfig) -> int:
