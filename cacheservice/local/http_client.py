@@ -83,20 +83,22 @@ def post_json(host: str, port: int, path: str, body: Mapping[str, Any]) -> dict[
         connection.close()
 
 
-def ask(host: str, port: int, path: str, body: Mapping[str, Any]) -> Answer:
-    """Stream the answer to `body`, the JSON of a completion or a chat completion. Raises EngineError.
+def ask(
+    host: str, port: int, path: str, body: Mapping[str, Any], *, with_gaps: bool = True
+) -> Answer:
+    """Stream the answer to `body`, the JSON of a completion. Raises EngineError.
 
-    Adds to `body` what is needed to measure: streaming, usage, token ids and the two likeliest tokens.
+    Adds to `body` what is needed to measure: streaming, usage, token ids and, for `gaps`, the two likeliest tokens.
     """
-    is_chat = path.endswith("/chat/completions")
     asked = {
         **body,
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
-        "return_tokens_as_token_ids": True,  # two tokens of the same text stay two keys in logprobs
-        **({"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}),
     }
+    if with_gaps:
+        # As ids: two tokens of the same text stay two keys.
+        asked |= {"logprobs": 2, "return_tokens_as_token_ids": True}
     connection = http.client.HTTPConnection(host, port, timeout=REQUEST_TIMEOUT_S)
     begun = time.perf_counter()
     first: float | None = None
@@ -113,8 +115,8 @@ def ask(host: str, port: int, path: str, body: Mapping[str, Any]) -> Answer:
                 if new and first is None:
                     first = time.perf_counter()
                 token_ids += new
-                text.append(_text(choice, is_chat=is_chat))
-                gaps += _gaps(choice.get("logprobs"), is_chat=is_chat)
+                text.append(str(choice.get("text") or ""))
+                gaps += _gaps(choice.get("logprobs"))
             usage = event.get("usage") or usage
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise EngineError(
@@ -159,23 +161,9 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         yield json.loads(content)
 
 
-def _text(choice: Mapping[str, Any], *, is_chat: bool) -> str:
-    if is_chat:
-        return str((choice.get("delta") or {}).get("content") or "")
-    return str(choice.get("text") or "")
-
-
-def _gaps(logprobs: Mapping[str, Any] | None, *, is_chat: bool) -> list[float]:
-    if not logprobs:
-        return []
-    if is_chat:
-        tops = [
-            [top["logprob"] for top in token["top_logprobs"]]
-            for token in logprobs.get("content") or ()
-        ]
-    else:
-        tops = [list(top.values()) for top in logprobs.get("top_logprobs") or () if top]
-    return [_gap(values) for values in tops]
+def _gaps(logprobs: Mapping[str, Any] | None) -> list[float]:
+    tops = (logprobs or {}).get("top_logprobs") or ()
+    return [_gap(list(top.values())) for top in tops if top]
 
 
 def _gap(logprobs: list[float]) -> float:
