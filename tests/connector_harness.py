@@ -183,8 +183,8 @@ class Harness:
         assert pool.get_num_free_blocks() == self.num_blocks - 1
         assert not self.half._tracked
         assert not self.half._open_loads
-        assert not self.half._open_saves
-        assert self.half._pins.num_blocks == 0
+        assert self.half._saves.num_open == 0
+        assert self.half._saves.num_pinned_blocks == 0
         deadline = time.monotonic() + 5
         while (
             self.cache.leases and time.monotonic() < deadline

@@ -16,9 +16,17 @@ from cacheservice.errors import RefusedError
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 7, 4, 2, 6
 
 
-def caches(order: str, *, kernel_blocks: int = 1, padding: int = 0, heads: int = HEADS) -> list[torch.Tensor]:
-    """Per-layer views [blocks * kernel_blocks, heads, tokens, content] of one allocation in the given physical order."""
-    sizes = {"L": LAYERS, "B": BLOCKS * kernel_blocks, "H": heads, "N": TOKENS, "C": CONTENT + padding}
+def caches(
+    order: str, *, kernel_blocks: int = 1, padding: int = 0, heads: int = HEADS
+) -> list[torch.Tensor]:
+    """Per-layer views [blocks * kernel_blocks, heads, tokens, content] of one allocation in this physical order."""
+    sizes = {
+        "L": LAYERS,
+        "B": BLOCKS * kernel_blocks,
+        "H": heads,
+        "N": TOKENS,
+        "C": CONTENT + padding,
+    }
     shape = [sizes[axis] for axis in order]
     memory = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     logical = memory.permute([order.index(axis) for axis in "LBHNC"])
@@ -26,10 +34,14 @@ def caches(order: str, *, kernel_blocks: int = 1, padding: int = 0, heads: int =
 
 
 def plan(views: list[torch.Tensor], heads: int = HEADS):
-    return group_pages([(f"layer.{i}", v) for i, v in enumerate(views)], num_blocks=BLOCKS, num_heads=heads)
+    return group_pages(
+        [(f"layer.{i}", v) for i, v in enumerate(views)], num_blocks=BLOCKS, num_heads=heads
+    )
 
 
-def expected(views: list[torch.Tensor], blocks: list[int], first: int, count: int, kernel_blocks: int) -> bytes:
+def expected(
+    views: list[torch.Tensor], blocks: list[int], first: int, count: int, kernel_blocks: int
+) -> bytes:
     """Block by block, layer by layer, kernel block by kernel block: the heads, as they lie in memory."""
     parts = []
     for block in blocks:
@@ -56,7 +68,9 @@ def gathered(runs: PageRuns, start: int, stop: int) -> bytes:
     cuts=st.tuples(st.floats(0, 1), st.floats(0, 1)),
 )
 @settings(max_examples=150)
-def test_bytes_of_a_shard_come_from_and_go_to_the_right_places(order, blocks, shards, kernel_blocks, cuts):
+def test_bytes_of_a_shard_come_from_and_go_to_the_right_places(
+    order, blocks, shards, kernel_blocks, cuts
+):
     if order in ("LBNHC", "BLNHC") and shards > 1:
         shards = 1
     if order.startswith("B") and kernel_blocks > 1:

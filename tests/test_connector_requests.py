@@ -6,10 +6,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheservice.connector.hand_over import HandOver, has_foreign_hand_over, read_hand_over, write_hand_over
+from cacheservice.connector.hand_over import (
+    HandOver,
+    has_foreign_hand_over,
+    read_hand_over,
+    write_hand_over,
+)
 from cacheservice.connector.pins import Pins
 from cacheservice.connector.requests import (
-    PRESENCE_MAX_AGE_S, RETRY_AFTER_FAILURE_S, Decision, KnownPresence, Limits, Move, OpenLookup, RequestState, decide,
+    PRESENCE_MAX_AGE_S,
+    RETRY_AFTER_FAILURE_S,
+    Decision,
+    KnownPresence,
+    Limits,
+    Move,
+    OpenLookup,
+    RequestState,
+    decide,
 )  # fmt: skip
 from cacheservice.core.keys import ChunkKey, NamespaceDigest
 from cacheservice.core.layout import GroupKind, GroupSpec
@@ -25,8 +38,20 @@ def key(number: int) -> ChunkKey:
     return ChunkKey(number.to_bytes(32, "big"))
 
 
-def state_of(num_chunks: int = 5, codes: list[int] | None = None, *, now: float = 100.0, computed: int = 0, **changes):
-    state = RequestState("r", arrived_at=now, keys=[key(i) for i in range(num_chunks)], num_tokens=num_chunks * TOKENS + 10)
+def state_of(
+    num_chunks: int = 5,
+    codes: list[int] | None = None,
+    *,
+    now: float = 100.0,
+    computed: int = 0,
+    **changes,
+):
+    state = RequestState(
+        "r",
+        arrived_at=now,
+        keys=[key(i) for i in range(num_chunks)],
+        num_tokens=num_chunks * TOKENS + 10,
+    )
     state.computed_tokens = computed
     if codes is not None:
         state.known = KnownPresence(bytes(codes), now, epoch=7, lease_id=3)
@@ -39,7 +64,9 @@ def ask(state: RequestState, now: float = 100.0) -> Decision:
     return decide(state, FULL, TOKENS, LIMITS, now)
 
 
-@pytest.mark.parametrize(("computed", "tokens"), [(0, 256), (16, 240), (112, 144), (240, 16), (256, 0), (336, 0)])
+@pytest.mark.parametrize(
+    ("computed", "tokens"), [(0, 256), (16, 240), (112, 144), (240, 16), (256, 0), (336, 0)]
+)
 def test_the_answer_is_what_the_cache_has_beyond_what_is_computed_now(computed, tokens):
     state = state_of(6, [1, 1, 1, 1, 0, 0], computed=computed)
     decision = ask(state)
@@ -162,11 +189,14 @@ codes = st.lists(st.sampled_from([0, 1, 1, 1, 2, 3]), max_size=6)
 
 
 @given(
-    known=codes, computed=st.integers(0, 30).map(lambda blocks: blocks * 16), banned=st.one_of(st.none(), st.integers(0, 6)),
-    promised=st.one_of(st.none(), st.integers(1, 8)), wait_s=st.floats(0, 5), age=st.floats(0, 4), steps=st.integers(0, 5),
+    known=codes, computed=st.integers(0, 30).map(lambda blocks: blocks * 16),
+    banned=st.one_of(st.none(), st.integers(0, 6)), promised=st.one_of(st.none(), st.integers(1, 8)),
+    wait_s=st.floats(0, 5), age=st.floats(0, 4),
 )  # fmt: skip
 @settings(max_examples=400)
-def test_every_question_ends_with_a_safe_answer(known, computed, banned, promised, wait_s, age, steps):
+def test_every_question_ends_with_a_safe_answer(
+    known, computed, banned, promised, wait_s, age
+):
     """Whatever the agent says: never more than is there, never beyond the tokens, and never waiting for ever."""
     now = 100.0
     state = state_of(6, known, now=now - age, computed=computed, banned_from=banned)

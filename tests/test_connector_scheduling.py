@@ -123,7 +123,7 @@ def test_failed_loads_are_not_offered_again(make, cache, num_good):
     first.add("a", prompt(1, 330))
     first.run()
     harness = make()
-    bad = list(first.half._recent)[num_good]
+    bad = list(first.half._saves._recent)[num_good]
     cache.fail_retrieve = lambda read: Reason.CHECKSUM if read.chunk == bad else None
     harness.add("b", prompt(1, 330))
     harness.run()
@@ -201,8 +201,8 @@ def test_pins_are_bounded_and_released(make, cache):
         harness.add(str(i), prompt(i, 250), max_tokens=1)
     for _ in range(6):
         harness.step()
-        assert harness.half._pins.num_blocks <= 16
-    assert harness.half._pins.num_blocks == 16
+        assert harness.half._saves.num_pinned_blocks <= 16
+    assert harness.half._saves.num_pinned_blocks == 16
     assert harness.scheduler.connector.has_pending_block_frees()
     gate.set()
     harness.run()
@@ -300,7 +300,7 @@ def test_chunks_that_are_being_stored_are_waited_for(make, cache):
     first = make()
     first.add("a", prompt(1, 300))
     first.run()
-    key = next(k for k in cache.shards if k[1] == list(first.half._recent)[2])
+    key = next(k for k in cache.shards if k[1] == list(first.half._saves._recent)[2])
     content = cache.shards.pop(key)
     cache.pending.add((key[0], key[1]))
     harness = make()
@@ -320,7 +320,7 @@ def test_chunks_that_stay_pending_time_out(make, cache):
     first = make()
     first.add("a", prompt(1, 300))
     first.run()
-    key = next(k for k in cache.shards if k[1] == next(iter(first.half._recent)))
+    key = next(k for k in cache.shards if k[1] == next(iter(first.half._saves._recent)))
     del cache.shards[key]
     cache.pending.add((key[0], key[1]))
     harness = make(pending_ms=60)
@@ -539,7 +539,9 @@ def answer_without_subtraction(monkeypatch):
     import cacheservice.connector.requests as module
 
     monkeypatch.setattr(
-        module, "_answer", lambda end, computed, otherwise: module.Decision(Move.ANSWER, Reason.HIT, end)
+        module,
+        "_answer",
+        lambda end, computed, otherwise: module.Decision(Move.ANSWER, Reason.HIT, end),
     )
 
 
@@ -566,7 +568,12 @@ def load_starts_at_the_chunk(monkeypatch):
         made, numbers = original(self, job, plan)
         first = made[0]
         if first.start:
-            wrong = replace(first, start=0, stop=first.stop - first.start, sink=ShiftedSink(first.sink, first.start))
+            wrong = replace(
+                first,
+                start=0,
+                stop=first.stop - first.start,
+                sink=ShiftedSink(first.sink, first.start),
+            )
             made[0] = wrong
         return made, numbers
 
@@ -583,11 +590,13 @@ class ShiftedSink:
 
 def save_of_other_blocks(monkeypatch):
     """A save reads the blocks of the chunk before."""
-    import cacheservice.connector.scheduler as module
+    import cacheservice.connector.saves as module
 
     original = module.SaveChunk
     monkeypatch.setattr(
-        module, "SaveChunk", lambda key, parent, number, ids: original(key, parent, number, tuple(i[::-1] for i in ids))
+        module,
+        "SaveChunk",
+        lambda key, parent, number, ids: original(key, parent, number, tuple(i[::-1] for i in ids)),
     )
 
 
@@ -597,12 +606,12 @@ def save_before_the_tokens_are_computed(monkeypatch):
 
     original = module.SchedulerHalf._plan_saves
 
-    def plan(self, output, metadata):
+    def plan(self, plan, saves, output):
         ahead = SimpleNamespace(
             num_scheduled_tokens={r: n + 8 for r, n in output.num_scheduled_tokens.items()},
             kv_connector_block_state=output.kv_connector_block_state,
         )
-        original(self, ahead, metadata)
+        return original(self, plan, saves, ahead)
 
     monkeypatch.setattr(module.SchedulerHalf, "_plan_saves", plan)
 

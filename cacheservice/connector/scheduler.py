@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,14 +30,13 @@ from cacheservice.connector.metadata import (
     LarderMetadata,
     LarderWorkerMetadata,
     LoadJob,
-    SaveChunk,
+    LoadReport,
     SaveJob,
 )
 from cacheservice.connector.namespace import EngineFacts, NamespacePlan, RankFacts, plan_namespace
 from cacheservice.connector.pins import Pins
 from cacheservice.connector.requests import (
     MAX_LOOKUP_KEYS,
-    READY_OR_PENDING,
     Decision,
     KnownPresence,
     Limits,
@@ -47,8 +45,9 @@ from cacheservice.connector.requests import (
     RequestState,
     decide,
 )  # fmt: skip
+from cacheservice.connector.saves import Saves
 from cacheservice.connector.stats import LarderStats, StatsRecorder
-from cacheservice.core.keys import ChunkKey, chunk_keys_of, short_hex
+from cacheservice.core.keys import chunk_keys_of, short_hex
 from cacheservice.core.outcomes import Outcome, OutcomeKind, Reason
 from cacheservice.errors import RefusedError
 
@@ -57,9 +56,6 @@ logger = logging.getLogger(__name__)
 STEP_WAIT_S = 0.001
 """How long one engine step may wait for lookups in flight, all requests together."""
 WAIT_SLACK_S = 0.1
-MAX_CHUNKS_PER_SAVE = 64
-RECENT_SAVES = 16384
-RECENT_SAVE_S = 10.0
 
 
 @dataclass(slots=True)
@@ -75,12 +71,13 @@ class _Tracked:
     """It came with a hand-over of another namespace."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _OpenLoad:
     """A load that not all ranks have reported."""
 
     request_id: str
     lease_id: int
+    report: LoadReport | None = None
 
 
 class SchedulerHalf:
@@ -108,13 +105,10 @@ class SchedulerHalf:
         self._ranks: list[RankFacts] = []
         self._plan: NamespacePlan | None = None
         self._plan_is_news = False
-        self._pins: Pins | None = None
+        self._saves: Saves | None = None
         self._tracked: dict[str, _Tracked] = {}
         self._new_loads: list[LoadJob] = []
         self._open_loads: dict[int, _OpenLoad] = {}
-        self._open_saves: dict[int, SaveJob] = {}
-        self._recent: OrderedDict[ChunkKey, float] = OrderedDict()
-        self._recent_epoch: int | None = None
         self._next_id = 1
         self._wait_budget_s = STEP_WAIT_S
 
@@ -122,7 +116,9 @@ class SchedulerHalf:
 
     def bind_block_pool(self, block_pool: Any) -> None:
         """Take the pool whose blocks are pinned while they are saved."""
-        self._pins = Pins(block_pool)
+        self._saves = Saves(
+            Pins(block_pool), num_ranks=self._num_ranks, new_id=self._take_id, clock=self._clock
+        )
 
     def describe(self, engine: EngineFacts, ranks: Sequence[RankFacts]) -> NamespacePlan:
         """Settle the namespace. Raises RefusedError when the ranks can't share one."""
@@ -141,7 +137,8 @@ class SchedulerHalf:
         if self._engine is None:
             return True
         self._adopt(plan_namespace(self._engine, self._ranks, generation=secrets.token_hex(16)))
-        self._recent.clear()
+        if self._saves is not None:
+            self._saves.forget_recent()
         self._stats.event("namespace_resets")
         for tracked in self._tracked.values():
             # Pages computed before the reset must not be stored after it.
@@ -302,12 +299,16 @@ class SchedulerHalf:
 
     def _count_unsaved(self, tracked: _Tracked) -> None:
         """Count the chunks of a finished request that were computed here and never handed to the ranks."""
-        assert self._plan is not None
+        if self._plan is None or self._saves is None:
+            return
         state, request, tokens = tracked.state, tracked.request, self._plan.tokens_per_chunk
         complete = min(
             min(request.num_computed_tokens, request.num_tokens) // tokens, len(state.keys)
         )
-        unsaved = sum(self._is_wanted(state, number) for number in range(state.next_save, complete))
+        unsaved = sum(
+            self._saves.is_wanted(state, number, len(self._plan.groups))
+            for number in range(state.next_save, complete)
+        )
         if not unsaved:
             return
         reason = Reason.SHED if self._client.state().connected else Reason.AGENT_DOWN
@@ -334,21 +335,16 @@ class SchedulerHalf:
         self._new_loads = []
         if self._plan_is_news:
             metadata.plan, self._plan_is_news = self._plan, False
-        if self._plan is not None and self._pins is not None:
+        if self._plan is not None and self._saves is not None:
             status = self._client.state()
             if status.connected:
-                if status.epoch != self._recent_epoch:
-                    self._recent.clear()
-                    self._recent_epoch = status.epoch
-                self._plan_saves(scheduler_output, metadata)
+                self._saves.see_agent(status.epoch)
+                metadata.saves = self._plan_saves(self._plan, self._saves, scheduler_output)
         return metadata
 
-    def _plan_saves(self, scheduler_output: Any, metadata: LarderMetadata) -> None:
-        assert self._plan is not None
-        assert self._pins is not None
-        tokens = self._plan.tokens_per_chunk
-        chosen: list[tuple[str, SaveChunk]] = []
-        num_blocks = 0
+    def _plan_saves(
+        self, plan: NamespacePlan, saves: Saves, scheduler_output: Any
+    ) -> list[SaveJob]:
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
             if tracked is None or tracked.state.saves_forbidden:
@@ -357,84 +353,15 @@ class SchedulerHalf:
             # num_computed_tokens is not advanced yet: after this step's forward pass the cache is valid up to here.
             # Draft tokens and placeholders are not in num_tokens, so they are never saved.
             valid = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
-            complete = valid // tokens
+            complete = valid // plan.tokens_per_chunk
             if complete <= state.next_save:
                 continue
             self._see_tokens(tracked)
             self._take_answer(tracked)
-            complete = min(complete, len(state.keys))
             table = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
-            if table is None:
-                continue
-            while state.next_save < complete:
-                number = state.next_save
-                if not self._is_wanted(state, number):
-                    state.next_save += 1
-                    continue
-                ids = tuple(
-                    tuple(
-                        group_ids[
-                            number * tokens // group.block_tokens : (number + 1)
-                            * tokens
-                            // group.block_tokens
-                        ]
-                    )
-                    for group, group_ids in zip(self._plan.groups, table, strict=True)
-                )
-                if any(0 in group_ids for group_ids in ids):  # the null block: these pages are gone
-                    state.next_save += 1
-                    continue
-                size = sum(len(group_ids) for group_ids in ids)
-                if not self._pins.has_room(num_blocks + size):
-                    break  # tried again in the next step, unless the request ends before
-                num_blocks += size
-                chosen.append(
-                    (
-                        request_id,
-                        SaveChunk(
-                            state.keys[number],
-                            state.keys[number - 1] if number else None,
-                            number,
-                            ids,
-                        ),
-                    )
-                )
-                self._remember(state.keys[number])
-                state.next_save += 1
-        for start in range(0, len(chosen), MAX_CHUNKS_PER_SAVE):
-            self._emit_save(chosen[start : start + MAX_CHUNKS_PER_SAVE], metadata)
-
-    def _emit_save(self, chosen: Sequence[tuple[str, SaveChunk]], metadata: LarderMetadata) -> None:
-        assert self._plan is not None
-        assert self._pins is not None
-        owners = {request_id for request_id, _ in chosen}
-        job = SaveJob(
-            save_id=self._take_id(),
-            request_id=owners.pop() if len(owners) == 1 else "",
-            namespace=self._plan.digest,
-            chunks=tuple(chunk for _, chunk in chosen),
-        )
-        blocks = [
-            block for chunk in job.chunks for group_ids in chunk.block_ids for block in group_ids
-        ]
-        self._pins.pin(job.save_id, blocks, num_ranks=self._num_ranks, now=self._clock())
-        self._open_saves[job.save_id] = job
-        metadata.saves.append(job)
-
-    def _is_wanted(self, state: RequestState, number: int) -> bool:
-        """Whether this chunk is worth saving: not when it is known to be there, being stored, or was just saved."""
-        assert self._plan is not None
-        codes = state.presence_of(number, len(self._plan.groups))
-        if codes is not None and all(code in READY_OR_PENDING for code in codes):
-            return False
-        saved_at = self._recent.get(state.keys[number])
-        return saved_at is None or self._clock() - saved_at > RECENT_SAVE_S
-
-    def _remember(self, key: ChunkKey) -> None:
-        self._recent[key] = self._clock()
-        self._recent.move_to_end(key)
-        while len(self._recent) > RECENT_SAVES:
-            self._recent.popitem(last=False)
+            if table is not None:
+                saves.choose(state, plan, min(complete, len(state.keys)), table)
+        return saves.take_jobs(plan)
 
     def see_worker_metadata(self, reports: Any) -> None:
         """Take what the ranks reported; foreign types are another connector's."""
@@ -443,25 +370,27 @@ class SchedulerHalf:
         if reports.facts and self._plan is None and self._engine is not None:
             self._describe_late(reports.facts)
         for load_id, load in reports.loads.items():
-            opened = self._open_loads.get(load_id)
-            if opened is None:
-                continue
-            tracked = self._tracked.get(opened.request_id)
-            is_current = tracked is not None and tracked.state.load_id == load_id
-            if load.first_failed_chunk is not None and tracked is not None and is_current:
-                tracked.state.see_failed_load(load.first_failed_chunk, load.reason)
-            # Ranks are counted by vLLM for the request; here the first report that is complete ends the load.
-            if load.num_ranks >= self._num_ranks or load.first_failed_chunk is not None:
-                del self._open_loads[load_id]
-                if opened.lease_id:
-                    self._client.release(opened.lease_id)
-        for save_id, save in reports.saves.items():
-            job = self._open_saves.get(save_id)
-            if job is not None and not save.is_complete:
-                for chunk in job.chunks:
-                    self._recent.pop(chunk.key, None)
-            if self._pins is not None and self._pins.report(save_id, save.num_ranks):
-                self._open_saves.pop(save_id, None)
+            self._see_load(load_id, load)
+        if self._saves is not None:
+            for save_id, save in reports.saves.items():
+                self._saves.see_report(save_id, save)
+
+    def _see_load(self, load_id: int, report: LoadReport) -> None:
+        """Some ranks are done with a load. vLLM goes on with the request when all are."""
+        opened = self._open_loads.get(load_id)
+        if opened is None:
+            return
+        opened.report = report if opened.report is None else opened.report.merged_with(report)
+        if opened.report.num_ranks < self._num_ranks:
+            return
+        del self._open_loads[load_id]
+        if opened.lease_id:
+            self._client.release(opened.lease_id)
+        tracked = self._tracked.get(opened.request_id)
+        if tracked is None or tracked.state.load_id != load_id:
+            return
+        if opened.report.first_failed_chunk is not None:
+            tracked.state.see_failed_load(opened.report.first_failed_chunk, opened.report.reason)
 
     def _describe_late(self, facts: Sequence[RankFacts]) -> None:
         """Under MultiConnector only the first child gets handshake metadata; ranks then send their facts each step."""
@@ -485,11 +414,11 @@ class SchedulerHalf:
 
     def has_open_saves(self) -> bool:
         """Whether blocks are pinned, so that vLLM has to keep stepping until the ranks report."""
-        return self._pins is not None and len(self._pins) > 0
+        return self._saves is not None and self._saves.num_open > 0
 
     def frees_blocks_soon(self) -> bool:
         """Whether vLLM should wait for pinned blocks instead of preempting; not for a save that has got stuck."""
-        return self._pins is not None and self._pins.are_worth_waiting_for(self._clock())
+        return self._saves is not None and self._saves.frees_blocks_soon()
 
     def drain_stats(self) -> LarderStats | None:
         """Counts since the last call."""
