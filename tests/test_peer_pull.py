@@ -154,8 +154,12 @@ def test_wrong_bytes_at_the_owner_are_a_miss(pair: Pair) -> None:
     pair.owner.arena.view[offset + SIZE - 1] ^= 1
     _, found = pair.here.acquire(SPEC, (key, 0, 0), deadline_ms=10_000)
     assert found[0].result == PEER_FAILED
-    # It is not tried again at once.
+    # It is not tried again at once, and its owner serves it to nobody any more.
     assert list(pair.here.lookup(SPEC, [key]).presence) == [Presence.ABSENT]
+    assert list(pair.there.lookup(SPEC, [key]).presence) == [Presence.ABSENT]
+    wait_until(
+        lambda: not any(pair.reader._index.lookup(SPEC.digest, [key])), what="its withdrawal"
+    )
     nothing_is_left(pair.owner)
     nothing_is_left(pair.reader, num_leases=1)
 

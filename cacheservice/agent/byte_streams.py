@@ -1,7 +1,8 @@
 """Bytes over gRPC, in frames of at most 1 MiB: for clients that can't map the arena, and for other agents.
 
-Copies run without the core lock. A reader's bytes are covered by its lease, which is looked at again after the last
-frame; a writer's extent is held by the store while a call writes to it. Called by `service.py`.
+Copies run without the core lock. What is sent is compared with its checksums on the way, so that an owner learns of
+wrong bytes from the agents that pull them. A reader's bytes are covered by its lease, which is looked at again after
+the last frame; a writer's extent is held by the store while a call writes to it. Called by `service.py`.
 
 The fast bulk path between agents (plain sockets straight between arenas, a later issue) belongs beside this file: it
 needs the same three steps, leased extent → bytes → does the lease still hold, and nothing else of the service.
@@ -9,14 +10,21 @@ needs the same three steps, leased extent → bytes → does the lease still hol
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
+
+import xxhash
 
 from cacheservice.agent.arena import Arena
 from cacheservice.agent.frames import build_read_frame, split_write_frame
 from cacheservice.agent.guarded_store import GuardedStore
 from cacheservice.agent.messages import MAX_FRAME_BYTES
-from cacheservice.agent.sessions import Session, SessionRegistry, StreamedShard
+from cacheservice.agent.sessions import Session, SessionRegistry, StreamedRead, StreamedShard
+from cacheservice.core.keys import short_hex
+from cacheservice.core.layout import CHECKSUM_PIECE_BYTES
 from cacheservice.errors import Conflict, InvalidRequest, LeaseLost, OutOfExtent, UnknownObject
+
+_log = logging.getLogger(__name__)
 
 
 class ByteStreams:
@@ -43,13 +51,19 @@ class ByteStreams:
                     raise InvalidRequest(
                         f"ranges[{number}] is [{start}, {stop}); the shard has {length} bytes, ranges are half-open"
                     )
-                extents.append((number, offset, start, stop))
+                extents.append((number, position, offset, length, start, stop))
         base = self._arena.address
-        for number, offset, start, stop in extents:
+        expected = session.reads.get(lease_id, {})
+        for number, position, offset, shard_bytes, start, stop in extents:
+            read = expected.get(position)
             for at in range(start, stop, MAX_FRAME_BYTES):
                 length = min(MAX_FRAME_BYTES, stop - at)
                 self.num_bytes_sent += length
-                yield build_read_frame(number, at, base + offset + at, length)
+                frame = build_read_frame(number, at, base + offset + at, length)
+                if read is not None and not _is_right(frame, at, length, shard_bytes, read):
+                    self._drop(read)
+                    read = None
+                yield frame
         self._check_lease(session, lease_id)
 
     def write(self, frames: Iterable[bytes]) -> int:
@@ -111,6 +125,14 @@ class ByteStreams:
                 streamed.in_call = False
                 store.end_agent_copy(session.id, reservation_id)
 
+    def _drop(self, read: StreamedRead) -> None:
+        """The bytes are not those of the commit: the reader will see it, and nobody is to be given them again."""
+        with self._guarded.changing() as store:
+            store.drop_corrupt(read.namespace, read.chunk)
+        _log.error(
+            "bytes changed in the arena; the chunk is dropped chunk=%s", short_hex(read.chunk)
+        )
+
     def _check_lease(self, session: Session, lease_id: int) -> None:
         now_s = self._guarded.clock()
         try:
@@ -122,3 +144,14 @@ class ByteStreams:
             raise LeaseLost(
                 "the lease ran out while its bytes were read; what came is worthless: acquire again"
             )
+
+
+def _is_right(frame: bytes, at: int, length: int, shard_bytes: int, read: StreamedRead) -> bool:
+    """Compare a frame that is one whole piece with its checksum, while it is in cache; others pass."""
+    is_piece = at % CHECKSUM_PIECE_BYTES == 0 and (
+        length == CHECKSUM_PIECE_BYTES or at + length == shard_bytes
+    )
+    if not is_piece:
+        return True
+    seen = xxhash.xxh3_64_intdigest(memoryview(frame)[len(frame) - length :])
+    return seen == read.checksums[at // CHECKSUM_PIECE_BYTES]

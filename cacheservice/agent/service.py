@@ -35,7 +35,7 @@ from cacheservice.agent.messages import (
     parse_shard,
 )
 from cacheservice.agent.sessions import Session as LiveSession
-from cacheservice.agent.sessions import SessionRegistry
+from cacheservice.agent.sessions import SessionRegistry, StreamedRead
 from cacheservice.core.keys import DIGEST_BYTES, ChunkKey
 from cacheservice.core.layout import CHECKSUM_PIECE_BYTES, NamespaceSpec
 from cacheservice.core.store import (
@@ -50,7 +50,6 @@ from cacheservice.v1 import cache_pb2, cache_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
-PING_INTERVAL_MS = 3000
 RAW_REQUESTS = frozenset({"/cacheservice.v1.CacheService/Write"})
 """Methods that parse their requests themselves, because protobuf would copy each byte twice more."""
 RAW_RESPONSES = frozenset({"/cacheservice.v1.CacheService/Read"})
@@ -187,6 +186,10 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             session, spec, shards, wait_s=request.deadline_ms / 1000, is_active=context.is_active
         )
         for answer in answers:
+            if not session.hello.maps_arena:
+                for position, ready in answer.ready:
+                    read = StreamedRead(spec.digest, shards[position][0], ready.checksums)
+                    session.note_read(answer.lease_id, position, read)
             yield self._acquire_response(answer)
 
     def Release(
@@ -198,6 +201,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         check_distinct("lease_ids", request.lease_ids, len(request.lease_ids))
         with self._guarded.changing() as store:
             held = store.release(session.id, list(request.lease_ids), self._guarded.clock())
+            for lease_id in request.lease_ids:
+                session.reads.pop(lease_id, None)
         return cache_pb2.ReleaseResponse(held=held)
 
     def Reserve(
@@ -296,7 +301,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             session_token=session.token, epoch=self._facts.epoch, node_name=self._facts.node_name,
             node_number=self._facts.node_number(), arena_bytes=self._facts.arena_bytes,
             arena_offered=not over_tcp, checksum_piece_bytes=CHECKSUM_PIECE_BYTES,
-            ping_interval_ms=PING_INTERVAL_MS, protocol_version=PROTOCOL_VERSION, larder_version=__version__,
+            ping_interval_ms=self._registry.ping_interval_ms,
+            protocol_version=PROTOCOL_VERSION, larder_version=__version__,
         )  # fmt: skip
 
     def _acquire_response(self, answer: Answered) -> cache_pb2.AcquireResponse:

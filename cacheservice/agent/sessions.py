@@ -11,13 +11,15 @@ from __future__ import annotations
 import enum
 import itertools
 import secrets
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import xxhash
 
 from cacheservice.agent.guarded_store import GuardedStore
+from cacheservice.core.keys import ChunkKey, NamespaceDigest
 from cacheservice.core.layout import CHECKSUM_PIECE_BYTES
 from cacheservice.core.outcomes import Outcome, OutcomeKind
 from cacheservice.core.store import SessionId
@@ -25,6 +27,7 @@ from cacheservice.errors import LimitReached, UnknownSession
 
 TOKEN_BYTES = 16
 MAX_OUTCOMES_KEPT = 4096
+_MAX_LEASES_NOTED = 64
 
 
 class ArenaState(enum.Enum):
@@ -82,6 +85,14 @@ class StreamedShard:
         return not self.in_call and self.num_bytes == self._shard_bytes and seen == list(checksums)
 
 
+class StreamedRead(NamedTuple):
+    """One shard that a session may read by stream, and what its bytes must be."""
+
+    namespace: NamespaceDigest
+    chunk: ChunkKey
+    checksums: tuple[int, ...]
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """One live client."""
@@ -101,6 +112,14 @@ class Session:
     num_dropped_outcomes: int = 0
     streamed: dict[int, StreamedShard] = field(default_factory=dict)
     """By reservation; an entry lives no longer than the reservation's session."""
+    reads: OrderedDict[int, dict[int, StreamedRead]] = field(default_factory=OrderedDict)
+    """By lease and position, of sessions without the arena; the oldest leases are forgotten."""
+
+    def note_read(self, lease_id: int, position: int, read: StreamedRead) -> None:
+        """Remember what a shard's bytes must be, so that Read can look at what it sends."""
+        self.reads.setdefault(lease_id, {})[position] = read
+        if len(self.reads) > _MAX_LEASES_NOTED:
+            self.reads.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +131,9 @@ class KeptOutcome:
     role: str
     rank: int
     outcome: Outcome
+
+
+MAX_PING_INTERVAL_MS = 3000
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +160,11 @@ class SessionRegistry:
         self.kept_outcomes: deque[KeptOutcome] = deque(maxlen=MAX_OUTCOMES_KEPT)
         self.outcome_totals: Counter[tuple[str, str, str]] = Counter()
         """By kind, reason and role, since the agent started."""
+
+    @property
+    def ping_interval_ms(self) -> int:
+        """How often clients are to ping: three times within the time-out, and at least every 3 s."""
+        return min(MAX_PING_INTERVAL_MS, int(1000 * self._limits.ping_timeout_s / 3))
 
     def expect_hello(self, cancel: Callable[[], object]) -> int:
         """Count a stream that just opened; `begin` or `forget_stream` must follow. LimitReached when too many are."""
