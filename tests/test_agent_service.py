@@ -444,3 +444,64 @@ def test_stream_write_that_races_another_session_ends_well() -> None:
             0,
             0,
         )
+
+
+def test_client_that_dies_while_it_writes_leaves_nothing(
+    agent: Agent, session: StubSession
+) -> None:
+    other = StubSession(unix(agent))
+    (reserved,) = other.reserve(SPEC, (key_of("half"), 0, 0))
+    began = threading.Event()
+
+    def frames() -> Iterator[cache_pb2.WriteRequest]:
+        yield cache_pb2.WriteRequest(
+            session_token=other.token, reservation_id=reserved.reservation_id, payload=b"x" * 2**20
+        )
+        began.wait(30)
+
+    call = other.cache.Write.future(frames(), timeout=60)
+    wait_until(lambda: agent._byte_streams.num_bytes_received, what="the first frame")
+    other.channel.close()
+
+    def is_clean() -> bool:
+        with agent.guarded.reading() as store:
+            counts = store.counts()
+        return (counts.used_bytes, counts.num_reservations) == (0, 0)
+
+    wait_until(is_clean, what="counts at their start")
+    began.set()
+    assert call.done()
+    assert (
+        session.store(SPEC, key_of("half"), bytes_of(SIZE, "half"))
+        == cache_pb2.COMMIT_RESULT_COMMITTED
+    )
+
+
+def test_flipped_bit_is_seen_when_it_is_sent(agent: Agent, session: StubSession) -> None:
+    session.store(SPEC, key_of("bit"), bytes_of(SIZE, "bit"))
+    lease, found = session.acquire(SPEC, (key_of("bit"), 0, 0))
+    agent.arena.view[found[0].extent.offset + 2**20] ^= 4
+    assert checksums(session.read(lease, SIZE)) != list(found[0].piece_checksums)
+    assert list(session.lookup(SPEC, [key_of("bit")]).presence) == [Presence.ABSENT]
+    assert session.release(lease) == [True]
+    assert session.cache.GetStatus(cache_pb2.GetStatusRequest()).used_bytes == 0
+
+
+def test_calls_above_the_limit_of_sleepers_are_answered_at_once() -> None:
+    with local_agent(max_calls=1) as agent, stub_session(unix(agent)) as session:
+        session.open(SPEC)
+        session.reserve(SPEC, (key_of("w"), 0, 0))
+        request = session.acquire_request(SPEC, (key_of("w"), 0, 0), deadline_ms=60_000)
+        sleeper = session.cache.Acquire(request, timeout=70)
+        wait_until(lambda: agent._waiting_calls._free._value == 0, what="the sleeper")
+        _, found = session.acquire(SPEC, (key_of("w"), 0, 0), deadline_ms=60_000)
+        assert found[0].result == cache_pb2.ACQUIRE_RESULT_TIMED_OUT
+        answer = session.lookup(
+            SPEC, [key_of("w")], wait=cache_pb2.LOOKUP_WAIT_PENDING, wait_num_chunks=1, wait_ms=5000
+        )
+        assert list(answer.presence) == [Presence.PENDING]
+        counters = {
+            c.name: c.value for c in session.cache.GetStatus(cache_pb2.GetStatusRequest()).counters
+        }
+        assert counters["calls_not_let_wait_total"] == 2
+        sleeper.cancel()
