@@ -66,38 +66,36 @@ def _watch(program: int, descriptor: int, grace_s: float) -> int:
     status: int | None = None
     kill_at: float | None = None
     while True:
-        owner_closed = (
-            bool(poller.poll(POLL_S * 1000)) if kill_at is None else _sleep_until_child(POLL_S)
-        )
-        status = _reap(program, status)
+        if kill_at is None:
+            owner_closed = bool(poller.poll(POLL_S * 1000))
+        else:
+            owner_closed = True
+            time.sleep(POLL_S)
+        has_children, ended = _reap(program)
+        status = ended if status is None else status
+        if not has_children:
+            # Orphans become our children, so nothing at all is left: no zombie either, and with
+            # it no thread that still holds memory or a port while its process counts as dead.
+            return 1 if status is None else status
         if kill_at is None and (owner_closed or status is not None):
             kill_at = time.monotonic() + grace_s
             for process in [program] if status is None else descendants(os.getpid()):
                 _signal(process, signal.SIGTERM)
-        if kill_at is not None:
-            left = descendants(os.getpid())
-            if not left:
-                status = _reap(program, status)
-                return 1 if status is None else status
-            if time.monotonic() >= kill_at:
-                for process in left:
-                    _signal(process, signal.SIGKILL)
+        elif kill_at is not None and time.monotonic() >= kill_at:
+            for process in descendants(os.getpid()):
+                _signal(process, signal.SIGKILL)
 
 
-def _sleep_until_child(seconds: float) -> bool:
-    time.sleep(seconds)
-    return False
-
-
-def _reap(program: int, status: int | None) -> int | None:
-    """Collect every dead child; return the program's exit status once it is known."""
+def _reap(program: int) -> tuple[bool, int | None]:
+    """Collect every dead child; whether any child is left, and the program's exit status if it was among the dead."""
+    status: int | None = None
     while True:
         try:
             pid, raw = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return status
+            return False, status
         if pid == 0:
-            return status
+            return True, status
         if pid == program:
             code = os.waitstatus_to_exitcode(raw)
             status = code if code >= 0 else 128 - code
@@ -111,7 +109,7 @@ def _signal(process: int, number: int) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """Living processes below `root`, parents first. Zombies do not count: they hold nothing any more."""
+    """Processes below `root`, parents first, zombies left out."""
     children: dict[int, list[int]] = {}
     zombies: set[int] = set()
     for name in os.listdir("/proc"):
