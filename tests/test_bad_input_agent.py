@@ -405,6 +405,12 @@ def test_configuration_that_is_wrong_says_what_to_do(values: dict[str, object], 
     assert words in str(caught.value)
 
 
+def test_message_about_an_index_quotes_no_password() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config({"socket_dir": "/x", "cpu": "2Gi", "index": "http://me:secret@host"})
+    assert "secret" not in str(caught.value)
+
+
 def serve(*args: str) -> subprocess.CompletedProcess[str]:
     """Run the command line to its end."""
     return subprocess.run(

@@ -331,10 +331,15 @@ def build_config(values: Mapping[str, object], *, file: Path | None = None) -> A
         try:
             parsed[field.name] = field.metadata["parse"](value)
         except ValueError as error:
-            raise ConfigError(f"{flag_of(field.name)}: {value!r} {error}") from error
+            raise ConfigError(f"{flag_of(field.name)}: {_shown(value)} {error}") from error
     config = AgentConfig(**parsed)
     _check_together(config)
     return config
+
+
+def _shown(value: object) -> str:
+    """A value for messages, without the password that a URL may hold."""
+    return re.sub(r"://[^@/]*@", "://…@", repr(value))
 
 
 def flag_of(field_name: str) -> str:
