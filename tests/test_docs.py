@@ -75,3 +75,12 @@ def test_readme_is_short_and_its_make_targets_exist() -> None:
             ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
+
+
+def test_failure_page_names_tests_that_exist() -> None:
+    page = (ROOT / "docs/failure-tests.md").read_text()
+    named = re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", page)
+    assert len(named) > 30
+    for file, test in named:
+        text = (ROOT / "tests" / file).read_text()
+        assert not test or f"def {test}(" in text, f"{file} has no {test}"
