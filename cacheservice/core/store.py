@@ -56,6 +56,9 @@ MAX_SUBTREE = 64
 """A chunk with more cached chunks behind it is given up for a run only when nothing else will do."""
 FRAGMENTED_FRACTION = 0.02
 """From this share of free bytes on, a run is looked for instead of evicting by coldness alone."""
+STRANDED_FRACTION = 0.03
+"""From this share on, the run grows from the longest hole, however hot its neighbours are. New shards go to the low
+end of a run, so that the hole moves up, joins the next one, and ends as room for a shard: fragmentation can't stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +277,7 @@ class Store:
         self._arena_bytes = arena_bytes
         self._allocator = Allocator(arena_bytes)
         self._fragmented_bytes = int(self._allocator.usable_bytes * FRAGMENTED_FRACTION)
+        self._stranded_bytes = int(self._allocator.usable_bytes * STRANDED_FRACTION)
         self._max_lookup_bytes = int(arena_bytes * limits.max_lookup_lease_fraction)
         self._namespaces: dict[NamespaceDigest, Namespace] = {}
         self._sessions: dict[int, Session] = {}
@@ -920,20 +924,21 @@ class Store:
 
     def _drop_lease(self, lease: Lease) -> None:
         del lease.session.leases[lease.lease_id]
+        # Suffix first: chunks that come back to the policy keep the order of their prompt.
         if lease.is_lookup:
             del self._lookup_leases[lease.lease_id]
-            for chunk in lease.chunks:
-                chunk.lookup_pins -= 1
-                if not chunk.lookup_pins:
+            for chunk in reversed(lease.chunks):
+                pins = chunk.lookup_pins = chunk.lookup_pins - 1
+                if not pins:
                     self._lookup_bytes -= chunk.num_bytes
+                    if not chunk.is_held():
+                        self._let_go(chunk)
         else:
             del self._leases[lease.lease_id]
-            for chunk in lease.chunks:
-                chunk.pins -= 1
-        # Suffix first: chunks that come back to the policy keep the order of their prompt.
-        for chunk in reversed(lease.chunks):
-            if not chunk.is_held():
-                self._let_go(chunk)
+            for chunk in reversed(lease.chunks):
+                pins = chunk.pins = chunk.pins - 1
+                if not pins and not chunk.is_held():
+                    self._let_go(chunk)
 
     def _let_go(self, chunk: Chunk) -> None:
         self._hopeless_span = None
@@ -1130,10 +1135,23 @@ class Store:
     def _evict_run(self, span: int) -> bool:
         """Evict neighbours that make `span` contiguous bytes; False when held extents leave no such run."""
         seeds = self._allocator.largest_holes(RUN_SEEDS)
+        worst = seeds[:1]
         for entry in self._policy.coldest(RUN_SEEDS):
             assert isinstance(entry, Chunk)
             seeds.extend(shard.extent for shard in entry.shards())
-        run = cheapest_run(seeds, span, self._price)
+        prices: dict[object, float | None] = {}
+
+        def price(extent: Extent) -> float | None:
+            # Runs that grow from neighbouring seeds ask for the same chunks again.
+            if extent.owner not in prices:
+                prices[extent.owner] = self._price(extent)
+            return prices[extent.owner]
+
+        run = None
+        if self._allocator.free_bytes > self._stranded_bytes:
+            run = cheapest_run(worst, span, price)
+        if run is None:
+            run = cheapest_run(seeds, span, price)
         if run is None:
             run = self._sweep(span)
         if run is None:
