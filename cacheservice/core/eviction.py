@@ -121,6 +121,12 @@ class Queue:
         self.num_bytes -= entry.num_bytes
         self.length -= 1
 
+    def warmth_of(self, entry: Evictable) -> float:
+        """Where a member stands: 0 at the cold end, below 1 at the hot end."""
+        assert self.coldest is not None
+        assert self.hottest is not None
+        return (entry.stamp - self.coldest.stamp) / (self.hottest.stamp - self.coldest.stamp + 1)
+
     def members(self) -> list[Evictable]:
         """All, coldest first."""
         found = []
@@ -306,10 +312,7 @@ class LRU:
 
     def heat(self, entry: Evictable) -> float:
         """See `EvictionPolicy`."""
-        coldest, hottest = self._queue.coldest, self._queue.hottest
-        if entry.queue is not self._queue or coldest is None or hottest is None:
-            return 4.0
-        return 4.0 * (entry.stamp - coldest.stamp) / (hottest.stamp - coldest.stamp + 1)
+        return 4.0 * self._queue.warmth_of(entry) if entry.queue is self._queue else 4.0
 
     def members(self) -> list[Evictable]:
         """See `EvictionPolicy`."""
@@ -424,9 +427,12 @@ class S3FIFO:
 
     def heat(self, entry: Evictable) -> float:
         """See `EvictionPolicy`."""
-        if entry.queue is self._small:
-            return float(entry.frequency)
-        return 1.0 + entry.frequency
+        queue = entry.queue
+        if queue is self._small:
+            return min(4.0, entry.frequency + queue.warmth_of(entry))
+        if queue is self._main:
+            return min(4.0, 1.0 + entry.frequency + queue.warmth_of(entry))
+        return 4.0
 
     def members(self) -> list[Evictable]:
         """See `EvictionPolicy`."""

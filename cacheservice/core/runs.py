@@ -16,18 +16,36 @@ Price = Callable[[Extent], float | None]
 """What giving up a used extent costs; None for one that must stay (leased, pending, quarantined)."""
 
 
+JOINED_WORTH = 4.0
+"""Price of a byte that stays stranded, in bytes of the coldest chunks; the hottest cost 5."""
+
+
 def cheapest_run(seeds: Iterable[Extent], span: int, price: Price) -> list[Extent] | None:
-    """Neighbours of at least `span` bytes together, by address, cheapest of those that grow from `seeds`; None if
+    """Neighbours of at least `span` bytes together, by address, best of those that grow from `seeds`; None if
     none does.
 
     Each seed looks at no more extents than one run has, so the cost is bounded by seeds x run.
     """
     best: list[Extent] | None = None
-    best_price = float("inf")
+    best_score = float("inf")
     for seed in seeds:
-        grown = _grow(seed, span, price, best_price)
-        if grown is not None:
-            best_price, best = grown
+        grown = _grow(seed, span, price)
+        if grown is None:
+            continue
+        cost, run = grown
+        # Holes at both ends join the rest of the run. What they lose in stranded bytes is worth the eviction of hotter
+        # chunks: without that, each replacement leaves its hole beside itself, and holes of a third of a shard stay.
+        total = free = 0
+        for extent in run:
+            total += extent.length
+            free += extent.length if extent.is_free else 0
+        for end in (run[0].preceding, run[-1].following):
+            if end is not None and end.is_free:
+                total += end.length
+                free += end.length
+        score = cost - JOINED_WORTH * (free - (total - span) % span)
+        if score < best_score:
+            best_score, best = score, run
     return best
 
 
@@ -57,7 +75,7 @@ def next_run(start: Extent, span: int, price: Price, max_extents: int) -> list[E
     return None
 
 
-def _grow(seed: Extent, span: int, price: Price, limit: float) -> tuple[float, list[Extent]] | None:
+def _grow(seed: Extent, span: int, price: Price) -> tuple[float, list[Extent]] | None:
     cost = 0.0 if seed.is_free else price(seed)
     if cost is None:
         return None
@@ -67,15 +85,13 @@ def _grow(seed: Extent, span: int, price: Price, limit: float) -> tuple[float, l
     left_price = _price_of(left, price)
     right_price = _price_of(right, price)
     while total < span:
-        if cost >= limit:
-            return None
         if left_price is None and right_price is None:
             return None
         take_left = right_price is None or (
             left_price is not None
             and left is not None
             and right is not None
-            and left_price * right.length <= right_price * left.length
+            and left_price * right.length < right_price * left.length
         )
         if take_left:
             assert left is not None
@@ -93,8 +109,6 @@ def _grow(seed: Extent, span: int, price: Price, limit: float) -> tuple[float, l
             cost += right_price
             right = right.following
             right_price = _price_of(right, price)
-    if cost >= limit:
-        return None
     run.sort(key=lambda extent: extent.offset)
     return cost, run
 
