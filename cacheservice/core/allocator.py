@@ -86,8 +86,11 @@ class Allocator:
         if position == len(self._sizes):
             return None
         size = self._sizes[position]
-        extent = next(reversed(self._bins[size]))
-        self._remove_free(extent)
+        # popitem and not next(reversed(...)): only it forgets the places of what was taken from the end before.
+        extent, _ = self._bins[size].popitem()
+        self.free_bytes -= size
+        if not self._bins[size]:
+            self._drop_bin(size)
         if size > span:
             rest = Extent(extent.offset + span, size - span)
             extent.length = span
@@ -121,7 +124,7 @@ class Allocator:
         """At most `limit` free extents, longest first."""
         holes: list[Extent] = []
         for size in reversed(self._sizes):
-            for extent in self._bins[size]:
+            for extent in reversed(self._bins[size]):
                 holes.append(extent)
                 if len(holes) == limit:
                     return holes
@@ -188,5 +191,8 @@ class Allocator:
         found = self._bins[extent.length]
         del found[extent]
         if not found:
-            del self._bins[extent.length]
-            del self._sizes[bisect_left(self._sizes, extent.length)]
+            self._drop_bin(extent.length)
+
+    def _drop_bin(self, size: int) -> None:
+        del self._bins[size]
+        del self._sizes[bisect_left(self._sizes, size)]

@@ -298,7 +298,7 @@ class Store:
         self._lookup_bytes = 0
         self._uses = 0
         self._hopeless_span: int | None = None
-        self._sweep_offset = 0
+        self._sweep_from = self._allocator.first
         self._totals = StoreTotals()
 
     @property
@@ -1168,15 +1168,13 @@ class Store:
         """A run of anything that is not held, from where the last sweep ended on, then from the start of the
         arena.
         """
-        start = self._allocator.first
-        for extent in self._allocator.extents():
-            if extent.offset >= self._sweep_offset:
-                start = extent
-                break
+        start = self._sweep_from
+        if not start.length:  # absorbed by a neighbour meanwhile
+            start = self._allocator.first
         run = next_run(start, span, self._last_price, SWEEP_EXTENTS)
         if run is None and start is not self._allocator.first:
             run = next_run(self._allocator.first, span, self._last_price, SWEEP_EXTENTS)
-        self._sweep_offset = run[-1].offset if run else 0
+        self._sweep_from = run[-1] if run else self._allocator.first
         return run
 
     def _price(self, extent: Extent) -> float | None:
