@@ -1174,7 +1174,10 @@ class Store:
         run = next_run(start, span, self._last_price, SWEEP_EXTENTS)
         if run is None and start is not self._allocator.first:
             run = next_run(self._allocator.first, span, self._last_price, SWEEP_EXTENTS)
-        self._sweep_from = run[-1] if run else self._allocator.first
+        extent: Extent | None = run[-1] if run else start
+        for _ in range(0 if run else SWEEP_EXTENTS):
+            extent = extent.following if extent is not None else None
+        self._sweep_from = extent or self._allocator.first
         return run
 
     def _price(self, extent: Extent) -> float | None:
