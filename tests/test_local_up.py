@@ -74,6 +74,7 @@ def test_the_stream_path_gives_engines_an_address_instead_of_the_sockets() -> No
         ("redis://:secret@h:1/0", "redis://h:1/0", "secret"),
         ("rediss://user:s%40t@[::1]:1", "rediss://user@[::1]:1", "s@t"),
         ("unix:///run/redis.sock?db=0", "unix:///run/redis.sock?db=0", ""),
+        ("unix://:secret@/run/redis.sock", "unix:///run/redis.sock", "secret"),
     ],
 )
 def test_a_password_stays_out_of_the_command_line(url: str, without: str, password: str) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit
 
 from cacheservice.errors import ConfigError
 from cacheservice.local.agents import AgentSite, agent_argv
@@ -315,7 +315,8 @@ def split_password(url: str) -> tuple[str, str]:
         return url, ""
     user = f"{parts.username}@" if parts.username else ""
     host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{user}{host}")), unquote(parts.password)
+    # Not urlunsplit: without a host it drops the slashes of unix:///PATH.
+    return url.replace(f"//{parts.netloc}", f"//{user}{host}", 1), unquote(parts.password)
 
 
 def program_env(environment: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
