@@ -209,6 +209,23 @@ def test_prefix_of_a_leased_chunk_outlives_other_prompts(name: str) -> None:
 
 
 @both
+def test_prefix_comes_back_into_order_when_its_suffix_is_let_go(name: str) -> None:
+    cache = Cache(build_policy(name))
+    prompt = cache.chain(0, 3)
+    others = cache.chain(100, 4)
+    prompt[2].holds = 1
+    assert {cache.evict() for _ in others} == set(others)
+    prompt[2].holds = 0
+    cache.policy.let_go(prompt[2])
+    cache.chain(200, 8)
+    order = []
+    while (victim := cache.evict()) is not None:
+        order.append(victim)
+    first = order.index(prompt[2])
+    assert order[first : first + 3] == prompt[::-1]
+
+
+@both
 def test_eviction_looks_at_each_chunk_a_bounded_number_of_times(name: str) -> None:
     """Long chains stored prefix first, half of them held: no quadratic scan."""
     cache = Cache(build_policy(name))
