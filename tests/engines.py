@@ -147,15 +147,13 @@ class Engine:
         return [_answer(output) for output in outputs]
 
     def totals(self) -> dict[str, float]:
-        """Counts of both halves since the last call, as their stats name them (log stats are off, so nobody else
-        reads)."""
-        merged: dict[str, float] = {}
-        for part in (
-            self._seen,
-            self.connector._scheduler.drain_stats(),
-            self.worker_connector._worker.drain_stats(),
-        ):
-            for key, value in (part.data if part is not None else {}).items():
+        """Counts since the last call, of both halves where they are in this process, named as in stats.py."""
+        merged = dict(self._seen.data)
+        for half in self._halves:
+            stats = (
+                half.get_kv_connector_stats()
+            )  # what no step has drained yet; added to `_seen` on the way
+            for key, value in (stats.data if stats is not None else {}).items():
                 merged[key] = merged.get(key, 0) + value
         self._seen.reset()
         return merged
@@ -165,9 +163,15 @@ class Engine:
         from cacheservice.connector.stats import LarderStats
 
         self._seen = LarderStats()
+        self._halves: list[Any] = []
         if self.scheduler.connector is None:
             return
-        for connector in (self.connector, self.worker_connector):
+        from vllm.distributed.kv_transfer import has_kv_transfer_group
+
+        self._halves = [self.connector] + (
+            [self.worker_connector] if has_kv_transfer_group() else []
+        )
+        for connector in self._halves:
 
             def drain(original: Any = connector.get_kv_connector_stats) -> Any:
                 stats = original()

@@ -151,12 +151,13 @@ def test_outputs_are_the_same_when_requests_are_preempted(controls, agent):
 
 
 def test_an_agent_that_is_killed_and_restarted_under_load_changes_no_output(controls):
-    which = list(range(len(PROMPTS)))
+    which = list(range(0, len(PROMPTS), 2))
+    prompts = [PROMPTS[i] for i in which]
     with (
         AgentProcess(cpu="256Mi") as agent,
         engine(transfer_config(socket_dir=str(agent.socket_dir))) as subject,
     ):
-        assert_same(subject.generate(PROMPTS, ANSWER_TOKENS), controls)
+        assert_same(subject.generate(prompts, ANSWER_TOKENS), controls, which)
         subject.totals()
         done = threading.Event()
 
@@ -171,7 +172,7 @@ def test_an_agent_that_is_killed_and_restarted_under_load_changes_no_output(cont
         thread.start()
         try:
             for _ in range(2):
-                assert_same(subject.generate(PROMPTS, ANSWER_TOKENS), controls, which)
+                assert_same(subject.generate(prompts, ANSWER_TOKENS), controls, which)
         finally:
             done.set()
             thread.join()
@@ -263,9 +264,51 @@ def test_hand_over_within_one_node(controls, agent):
     extra = {"socket_dir": str(agent.socket_dir), "salt": "one node"}
     with engine(transfer_config("kv_producer", **extra)) as prefill:
         params = [a.hand_over for a in prefill.generate(prompts, 1)]
-    with engine(transfer_config("kv_consumer", **extra)) as decode:
+    with engine(transfer_config("kv_consumer", **extra), disable_log_stats=False) as decode:
         started = time.monotonic()
         assert_same(decode.generate(prompts, ANSWER_TOKENS, params), controls, which)
         assert time.monotonic() - started < 60
         decode.drain()
         assert decode.totals()["outcome/load/hit"] > 0
+        assert exported("vllm:larder_outcomes_total", kind="load", reason="hit") == len(which)
+        assert exported("vllm:larder_tokens_total", kind="load", what="served") > 0
+
+
+def test_two_ranks_store_and_load_their_own_heads(agent):
+    """Tensor parallel size 2, ranks in processes of their own. Compared with itself: sums are ordered by size."""
+    prompts = [p for p in PROMPTS if 64 <= len(p) < 400][:24]
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with engine(
+        transfer_config(socket_dir=str(agent.socket_dir), salt="two"), **options
+    ) as subject:
+        cold = subject.generate(prompts, ANSWER_TOKENS)
+        subject.drain()
+        assert [g.num_shards for g in subject.connector._scheduler.plan.spec.groups] == [2]
+        subject.totals()
+        warm = subject.generate(prompts, ANSWER_TOKENS)
+        subject.drain()
+        assert subject.num_free_blocks == subject.num_blocks - 1
+        assert subject.totals()["outcome/lookup/hit"] == len(prompts)
+
+        def loads_of(rank: int) -> int:
+            outcomes = json.loads(agent.get("/statusz")[1])["outcomes"]
+            return sum(
+                o["kind"] == "load" and o["reason"] == "hit" and o["rank"] == rank for o in outcomes
+            )
+
+        wait_until(
+            lambda: loads_of(1) >= len(prompts), what="the second rank's report of its loads"
+        )
+    assert [a.tokens for a in warm] == [a.tokens for a in cold]
+
+
+def exported(name: str, **labels: str) -> float:
+    """A sample of this process's Prometheus registry, whatever engine it is of."""
+    from prometheus_client import REGISTRY
+
+    return sum(
+        sample.value
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )

@@ -194,9 +194,7 @@ codes = st.lists(st.sampled_from([0, 1, 1, 1, 2, 3]), max_size=6)
     wait_s=st.floats(0, 5), age=st.floats(0, 4),
 )  # fmt: skip
 @settings(max_examples=400)
-def test_every_question_ends_with_a_safe_answer(
-    known, computed, banned, promised, wait_s, age
-):
+def test_every_question_ends_with_a_safe_answer(known, computed, banned, promised, wait_s, age):
     """Whatever the agent says: never more than is there, never beyond the tokens, and never waiting for ever."""
     now = 100.0
     state = state_of(6, known, now=now - age, computed=computed, banned_from=banned)

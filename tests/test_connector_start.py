@@ -27,7 +27,10 @@ def test_a_socket_directory_is_all_that_is_needed():
     assert config.checksums == "always"
 
 
-@pytest.mark.parametrize(("kv_role", "role"), [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "both")])
+@pytest.mark.parametrize(
+    ("kv_role", "role"),
+    [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "both")],
+)
 def test_the_role_follows_vllms(kv_role, role):
     assert parse(kv_role, socket_dir="/x").role == role
     assert parse(kv_role, socket_dir="/x", role="both").role == "both"
@@ -67,10 +70,17 @@ def test_wrong_keys_are_refused_by_name(extra, words):
 
 
 def vllm_config(**changes):
-    parallel = {"world_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1}
+    parallel = {
+        "world_size": 1,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+    }
     transfer = {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {}}
     return SimpleNamespace(
-        cache_config=SimpleNamespace(prefix_caching_hash_algo=changes.get("algorithm", "sha256_cbor")),
+        cache_config=SimpleNamespace(
+            prefix_caching_hash_algo=changes.get("algorithm", "sha256_cbor")
+        ),
         kv_transfer_config=SimpleNamespace(**{**transfer, **changes.get("transfer", {})}),
         speculative_config=changes.get("speculative"),
         parallel_config=SimpleNamespace(**{**parallel, **changes.get("parallel", {})}),
@@ -87,9 +97,13 @@ def test_a_plain_engine_is_accepted():
         ({"algorithm": "sha256"}, "--prefix-caching-hash-algo sha256_cbor"),
         ({"transfer": {"kv_load_failure_policy": "fail"}}, '"kv_load_failure_policy": "recompute"'),
         ({"speculative": object()}, "--speculative-config"),
-        ({"parallel": {"world_size": 2, "tensor_parallel_size": 2}}, "--tensor-parallel-size 1"),
+        ({"parallel": {"pipeline_parallel_size": 2}}, "--pipeline-parallel-size"),
+        ({"parallel": {"nnodes": 2, "tensor_parallel_size": 2}}, "--nnodes"),
         ({"parallel": {"decode_context_parallel_size": 2}}, "--decode-context-parallel-size"),
-        ({"transfer": {"kv_connector_extra_config": {"tensor_parallel_sizes": [2, 4]}}}, "own size 1"),
+        (
+            {"transfer": {"kv_connector_extra_config": {"tensor_parallel_sizes": [2, 4]}}},
+            "own size 1",
+        ),
     ],
 )
 def test_engines_that_cannot_be_cached_are_refused_with_the_flag(changes, words):
@@ -106,7 +120,9 @@ def group(spec, **changes):
 
 
 def kv_config(*groups, layout="LBHNC", hash_block=16):
-    return SimpleNamespace(kv_cache_groups=list(groups), kv_cache_layout=layout, hash_block_size=hash_block)
+    return SimpleNamespace(
+        kv_cache_groups=list(groups), kv_cache_layout=layout, hash_block_size=hash_block
+    )
 
 
 def specs():
@@ -140,7 +156,9 @@ def test_other_kinds_of_groups_are_refused_in_words(name):
         check_groups(kv_config(group(specs()["full"]), group(specs()[name])))
 
 
-@pytest.mark.parametrize("flag", [{"is_eagle_group": True}, {"host_resident": True}, {"enable_kv_transfer": False}])
+@pytest.mark.parametrize(
+    "flag", [{"is_eagle_group": True}, {"host_resident": True}, {"enable_kv_transfer": False}]
+)
 def test_draft_and_host_groups_are_refused(flag):
     with pytest.raises(RefusedError, match="draft or host-resident"):
         check_groups(kv_config(group(specs()["full"], **flag)))
@@ -186,4 +204,6 @@ def test_the_interface_of_vllm_is_met():
         theirs = getattr(KVConnectorBase_V1, name, None)
         if name.startswith("_") or not inspect.isfunction(ours) or theirs is None:
             continue
-        assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters), name
+        assert list(inspect.signature(ours).parameters) == list(
+            inspect.signature(theirs).parameters
+        ), name

@@ -12,7 +12,12 @@ import pytest
 
 from cacheservice.connector.model_identity import digest_of_files, identify_model, weight_files
 from cacheservice.connector.namespace import (
-    EngineFacts, RankFacts, RankGroup, hash_facts, layers_in_order, plan_namespace,
+    EngineFacts,
+    RankFacts,
+    RankGroup,
+    hash_facts,
+    layers_in_order,
+    plan_namespace,
 )  # fmt: skip
 from cacheservice.core.layout import GroupKind
 from cacheservice.errors import RefusedError
@@ -29,7 +34,15 @@ def engine_facts(tp: int = 1, sizes: tuple[int, ...] | None = None, **changes) -
     )
 
 
-def rank(tp_rank: int = 0, tp: int = 1, *, pp_rank: int = 0, layers=("layers.0", "layers.1"), kind=GroupKind.FULL, **changes):
+def rank(
+    tp_rank: int = 0,
+    tp: int = 1,
+    *,
+    pp_rank: int = 0,
+    layers=("layers.0", "layers.1"),
+    kind=GroupKind.FULL,
+    **changes,
+):
     heads = 1 if kind is GroupKind.MLA else max(1, HEADS // tp)
     group = RankGroup(
         kind=kind, block_tokens=16, kernel_block_tokens=16, layers=tuple(layers),
@@ -43,7 +56,8 @@ def rank(tp_rank: int = 0, tp: int = 1, *, pp_rank: int = 0, layers=("layers.0",
 
 def test_engines_of_several_tensor_parallel_sizes_have_one_digest():
     plans = [
-        plan_namespace(engine_facts(tp, (1, 2, 4)), [rank(r, tp) for r in range(tp)]) for tp in (1, 2, 4)
+        plan_namespace(engine_facts(tp, (1, 2, 4)), [rank(r, tp) for r in range(tp)])
+        for tp in (1, 2, 4)
     ]
     assert len({p.digest for p in plans}) == 1
     assert plans[0].spec.groups[0].num_shards == 4
@@ -52,7 +66,8 @@ def test_engines_of_several_tensor_parallel_sizes_have_one_digest():
 
 def test_more_ranks_than_heads_share_with_fewer():
     plans = [
-        plan_namespace(engine_facts(tp, (8, 16)), [rank(r, tp) for r in range(tp)]) for tp in (8, 16)
+        plan_namespace(engine_facts(tp, (8, 16)), [rank(r, tp) for r in range(tp)])
+        for tp in (8, 16)
     ]
     assert plans[0].digest == plans[1].digest
     assert plans[0].spec.groups[0].num_shards == 8
@@ -60,15 +75,23 @@ def test_more_ranks_than_heads_share_with_fewer():
 
 def test_latent_attention_has_one_shard_whatever_the_size():
     plans = [
-        plan_namespace(engine_facts(tp, (tp,)), [rank(r, tp, kind=GroupKind.MLA) for r in range(tp)]) for tp in (1, 4)
+        plan_namespace(
+            engine_facts(tp, (tp,)), [rank(r, tp, kind=GroupKind.MLA) for r in range(tp)]
+        )
+        for tp in (1, 4)
     ]
     assert {p.spec.groups[0].num_shards for p in plans} == {1}
     assert plans[0].digest == plans[1].digest
 
 
 def test_pipeline_stages_are_one_union_of_layers():
-    whole = plan_namespace(engine_facts(), [rank(layers=("layers.0", "layers.1", "layers.2", "layers.10"))])
-    stages = [rank(layers=("layers.0", "layers.1")), rank(layers=("layers.10", "layers.2"), pp_rank=1)]
+    whole = plan_namespace(
+        engine_facts(), [rank(layers=("layers.0", "layers.1", "layers.2", "layers.10"))]
+    )
+    stages = [
+        rank(layers=("layers.0", "layers.1")),
+        rank(layers=("layers.10", "layers.2"), pp_rank=1),
+    ]
     assert plan_namespace(engine_facts(), stages).digest == whole.digest
 
 
@@ -85,14 +108,19 @@ def test_layers_are_ordered_by_number():
     ],
 )  # fmt: skip
 def test_whatever_changes_the_meaning_of_bytes_changes_the_digest(change):
-    assert plan_namespace(engine_facts(), [rank(**change)]).digest != plan_namespace(engine_facts(), [rank()]).digest
+    assert (
+        plan_namespace(engine_facts(), [rank(**change)]).digest
+        != plan_namespace(engine_facts(), [rank()]).digest
+    )
 
 
 @pytest.mark.parametrize("change", [{"salt": "x"}, {"model": "n"}, {"hash": {"probe": "01"}}])
 def test_engine_facts_are_part_of_the_digest(change):
     changed = engine_facts()
     changed = replace(changed, facts={**changed.facts, **change})
-    assert plan_namespace(changed, [rank()]).digest != plan_namespace(engine_facts(), [rank()]).digest
+    assert (
+        plan_namespace(changed, [rank()]).digest != plan_namespace(engine_facts(), [rank()]).digest
+    )
 
 
 def test_a_generation_makes_a_namespace_private_and_can_be_seen():
@@ -101,7 +129,9 @@ def test_a_generation_makes_a_namespace_private_and_can_be_seen():
     assert json.loads(plan.spec.description)["generation"] == "abc"
 
 
-@pytest.mark.parametrize("change", [{"isa": "amx"}, {"layout": "BLHNC"}, {"block_tokens": 32}, {"num_heads": 2}])
+@pytest.mark.parametrize(
+    "change", [{"isa": "amx"}, {"layout": "BLHNC"}, {"block_tokens": 32}, {"num_heads": 2}]
+)
 def test_ranks_that_disagree_are_refused(change):
     with pytest.raises(RefusedError, match="disagree"):
         plan_namespace(engine_facts(2), [rank(0, 2), rank(1, 2, **change)])
@@ -226,6 +256,10 @@ def test_long_rope_depends_on_the_longest_prompt(tmp_path):
     dummy = SimpleNamespace(load_format="dummy")
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
     config = SimpleNamespace(to_dict=dict, rope_parameters=rope)
-    short = identify_model(model_config(tmp_path, hf_config=config, hf_text_config=config, max_model_len=4096), dummy)
-    long = identify_model(model_config(tmp_path, hf_config=config, hf_text_config=config, max_model_len=8192), dummy)
+    short = identify_model(
+        model_config(tmp_path, hf_config=config, hf_text_config=config, max_model_len=4096), dummy
+    )
+    long = identify_model(
+        model_config(tmp_path, hf_config=config, hf_text_config=config, max_model_len=8192), dummy
+    )
     assert short != long

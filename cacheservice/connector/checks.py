@@ -36,11 +36,13 @@ def check_engine(vllm_config: Any) -> None:
         raise RefusedError(
             "this version does not cache with speculative decoding: start the engine without --speculative-config"
         )
-    if parallel.world_size > 1:
+    if parallel.pipeline_parallel_size > 1:
         raise RefusedError(
-            f"this version caches engines of one rank; this one has {parallel.tensor_parallel_size} tensor and "
-            f"{parallel.pipeline_parallel_size} pipeline ranks: start it with --tensor-parallel-size 1 and "
-            "--pipeline-parallel-size 1, or without the connector"
+            "this version does not cache with pipeline parallelism: start the engine without --pipeline-parallel-size"
+        )
+    if getattr(parallel, "nnodes", 1) > 1:
+        raise RefusedError(
+            "this version caches engines whose ranks are all on one node: start the engine without --nnodes"
         )
     for flag in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, flag, 1) > 1:
