@@ -191,6 +191,32 @@ def test_expired_leases_are_remembered_up_to_a_limit() -> None:
     assert world.store.release(B, leases[1:], 100.0) == [False, False]
 
 
+def test_lookup_lease_is_renewed_by_a_lookup_of_the_same_chunks_only() -> None:
+    world = World(16)
+    keys = prompt("p", 3)
+    world.put(keys)
+    first = world.store.lease_chunks(B, ONE.digest, keys[:2], 0.0)
+    assert first is not None
+    renewed = world.store.lease_chunks(B, ONE.digest, keys[:2], 4.0, superseded=first.lease_id)
+    assert renewed is not None
+    assert not world.store.lease_holds(B, first.lease_id, 4.0)
+    assert renewed.expires_at_s == first.expires_at_s + 4.0
+    assert world.store.counts().lookup_lease_bytes == 2 * PAGE
+    other = world.store.lease_chunks(B, ONE.digest, keys, 5.0, superseded=renewed.lease_id)
+    assert other is not None
+    assert world.store.lease_holds(B, renewed.lease_id, 5.0), (
+        "another lease; the caller gives it back"
+    )
+    foreign = world.store.lease_chunks(A, ONE.digest, keys, 5.0, superseded=other.lease_id)
+    assert foreign is not None
+    assert world.store.lease_holds(B, other.lease_id, 5.0), "not the session's own"
+    world.store.check_invariants()
+    assert world.store.release(B, [renewed.lease_id, other.lease_id], 5.0) == [True, True]
+    assert world.store.release(A, [foreign.lease_id], 5.0) == [True]
+    assert world.store.counts().lookup_lease_bytes == 0
+    world.store.check_invariants()
+
+
 def test_lookup_leases_cover_at_most_their_share_in_distinct_bytes() -> None:
     world = World(16, limits=StoreLimits(max_lookup_lease_fraction=0.25))
     keys = prompt("p", 8)

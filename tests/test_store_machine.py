@@ -300,11 +300,21 @@ class StoreMachine(RuleBasedStateMachine):
     # Lookups
 
     @precondition(lambda self: self.live())
-    @rule(choice=choices, first=chunks, count=st.integers(1, 6))
-    def lookup(self, choice: int, first: int, count: int) -> None:
+    @rule(choice=choices, first=chunks, count=st.integers(1, 6), renews=st.booleans())
+    def lookup(self, choice: int, first: int, count: int, renews: bool) -> None:
         session = self.pick_session(choice)
         asked = list(range(first, min(first + count, len(CHUNKS))))
-        lease = self.store.lease_chunks(session, NS, [CHUNKS[c] for c in asked], self.now)
+        mine = [i for i, r in self.readers.items() if r.session == session and r.is_lookup]
+        former = mine[-1] if renews and mine else 0
+        held = self.store.lease_holds(session, former, self.now)
+        lease = self.store.lease_chunks(
+            session, NS, [CHUNKS[c] for c in asked], self.now, superseded=former
+        )
+        if held and not self.store.lease_holds(session, former, self.now):
+            assert lease is not None, "a lease went without one in its place"
+            assert self.readers.pop(former).chunks == [
+                c for c in asked if any((c, s) in self.ready() for s in SHARDS)
+            ]
         if lease is not None:
             ready = self.ready()
             there = [c for c in asked if any((c, s) in ready for s in SHARDS)]

@@ -96,14 +96,16 @@ class Lookups:
         with self._guarded.changing() as store:
             presence = store.presence(spec.digest, chunks)
             if takes_lease and chunks:
-                lease = store.lease_chunks(session.id, spec.digest, chunks, now_s)
+                lease = store.lease_chunks(
+                    session.id, spec.digest, chunks, now_s, superseded=superseded_lease
+                )
                 lease_id = lease.lease_id if lease is not None else 0
             # After the new one is taken: chunks that stay leased are neither let go nor counted as asked for again.
             if superseded_lease:
                 try:
                     store.release(session.id, [superseded_lease], now_s)
                 except UnknownObject:
-                    pass  # the contract: unknown ones are ignored
+                    pass  # renewed just now, or unknown: the contract ignores those
         _overlay(presence, elsewhere)
         return LookupResult(bytes(presence), lease_id, index_asked)
 

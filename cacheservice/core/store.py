@@ -393,31 +393,45 @@ class Store:
         return bytearray().join([chunk.codes for chunk in found])
 
     def lease_chunks(
-        self, session: SessionId, ns: NamespaceDigest, chunks: Sequence[ChunkKey], now_s: float
+        self,
+        session: SessionId,
+        ns: NamespaceDigest,
+        chunks: Sequence[ChunkKey],
+        now_s: float,
+        *,
+        superseded: int = 0,
     ) -> LookupLease | None:
         """Lease those of `chunks` (prefix first) that have a ready shard; counts as an access where no lease held
         before.
 
-        None when none has, or when lookup leases would cover more than their share of the arena.
+        A lookup lease of the session on just these chunks, named by `superseded`, becomes the new lease and ends under
+        its old id. None when no shard is ready, or when lookup leases would cover more than their share of the arena.
         """
         owner = self._live_session(session)
         namespace = self._open_namespace(ns)
         self._touch(namespace)
-        # One pass that pins at once and is undone when refused: this loop is most of a lookup's time under the lock.
-        leased: list[Chunk] = []
-        accessed: list[Evictable] = []
-        num_bytes = self._lookup_bytes
-        for chunk in map(namespace.chunks.get, chunks, repeat(namespace.absent)):
-            if chunk.ready:
-                leased.append(chunk)
-                pins = chunk.lookup_pins
-                chunk.lookup_pins = pins + 1
-                if not pins:
-                    num_bytes += chunk.num_bytes
-                    if not chunk.pins:
-                        accessed.append(chunk)
+        found = map(namespace.chunks.get, chunks, repeat(namespace.absent))
+        leased = [chunk for chunk in found if chunk.ready]
         if not leased:
             return None
+        former = owner.leases.get(superseded)
+        if (
+            former is not None
+            and former.is_lookup
+            and former.expires_at_s > now_s
+            and former.chunks == leased
+        ):
+            return self._renew(former, now_s)
+        # One pass that pins at once and is undone when refused: this loop is most of a lookup's time under the lock.
+        accessed: list[Evictable] = []
+        num_bytes = self._lookup_bytes
+        for chunk in leased:
+            pins = chunk.lookup_pins
+            chunk.lookup_pins = pins + 1
+            if not pins:
+                num_bytes += chunk.num_bytes
+                if not chunk.pins:
+                    accessed.append(chunk)
         self._policy.access(accessed)
         if num_bytes > self._max_lookup_bytes or not self._has_lease_room():
             for chunk in leased:
@@ -734,6 +748,8 @@ class Store:
         """Chunks whose ready shards changed since they were last taken, oldest change first, with what is ready
         now.
         """
+        if not self._changes:
+            return []
         if max_changes is None or max_changes >= len(self._changes):
             keys = list(self._changes)
             self._changes.clear()
@@ -921,6 +937,16 @@ class Store:
         lease.expires_at_s = now_s + self._limits.lease_ttl_s
         self._leases.move_to_end(lease.lease_id)
         return AcquireAnswer(lease.lease_id, ready, pending, absent)
+
+    def _renew(self, lease: Lease, now_s: float) -> LookupLease:
+        """Give a lookup lease a new id and a new time; its pins stay as they are."""
+        leases = lease.session.leases
+        del leases[lease.lease_id], self._lookup_leases[lease.lease_id]
+        lease.lease_id = self._fresh_id()
+        lease.expires_at_s = now_s + self._limits.lookup_lease_ttl_s
+        # At the end: lookup leases lie in the order in which they expire.
+        leases[lease.lease_id] = self._lookup_leases[lease.lease_id] = lease
+        return LookupLease(lease.lease_id, lease.expires_at_s, len(lease.chunks))
 
     def _drop_lease(self, lease: Lease) -> None:
         del lease.session.leases[lease.lease_id]
