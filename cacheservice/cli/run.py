@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -61,7 +62,7 @@ def run_demo(
     if as_json:
         print(json.dumps(report.as_json()))
     else:
-        print_report(report, Console())
+        print_report(report, _output())
     return 0 if report.is_identical else 1
 
 
@@ -112,7 +113,7 @@ def _print_addresses(state: RunState, *, as_json: bool) -> None:
         table.add_column(title)
     for engine in state.engines:
         table.add_row(engine.name, engine.role, engine.url, shown_path(engine.log))
-    console = Console()
+    console = _output()
     console.print(f"\n{state.name} is up.\n")
     console.print(table)
     for agent in state.agents:
@@ -125,6 +126,11 @@ def _print_addresses(state: RunState, *, as_json: bool) -> None:
         "\nAsk prefill with max_tokens 1, then decode with the kv_transfer_params of its answer."
     )
     console.print("larder status shows what the cache hit. Ctrl-C stops everything.\n")
+
+
+def _output() -> Console:
+    """Results; wide when they go into a file or a pipe."""
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def shown_path(path: str) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -18,6 +20,9 @@ from cacheservice.local.http_client import answers_ok
 from cacheservice.local.ports import HOST
 from cacheservice.local.runs import RunState, live_runs
 from cacheservice.v1 import cache_pb2
+
+WIDTH = 120
+"""Columns when the output is no terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,7 @@ def print_status(larder_dir: Path, *, as_json: bool) -> int:
             json.dumps({"runs": [_as_json(run, engines, agents) for run, engines, agents in seen]})
         )
         return 0 if is_well else 1
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     if not runs:
         console.print(
             f"Nothing runs below {larder_dir}. Start something with: larder up examples/cpu-local.yaml\n"
@@ -129,7 +134,7 @@ def _print_run(
     console: Console, run: RunState, engines: Sequence[EngineStatus], agents: Sequence[AgentStatus]
 ) -> None:
     console.print(f"\n{run.name}   {run.manifest} (process {run.pid})", soft_wrap=True)
-    table = Table(pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for title in ("engine", "role", "OpenAI address", "health", "cache"):
         table.add_column(title)
     for title in ("lookups", "hits", "tokens asked", "tokens hit"):

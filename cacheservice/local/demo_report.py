@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -77,19 +78,18 @@ class DemoReport:
         }  # fmt: skip
 
 
+LEGEND = (
+    "Seconds to the first token. cold: an engine without cache. decode: after prefill stored the prompt.",
+    "restarted: the decode engine restarted and asked again; cached tokens and faster are about this one.",
+)
+
+
 def print_report(report: DemoReport, console: Console) -> None:
     """The table and the summary."""
-    table = Table(title="Time to the first token, in seconds", title_justify="left", pad_edge=False)
-    table.add_column("prompt")
-    for title in (
-        "tokens",
-        "cached",
-        "cold",
-        "decode after\nprefill",
-        "decode after\nrestart",
-        "faster",
-    ):
-        table.add_column(title, justify="right")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("prompt", no_wrap=True)
+    for title in ("tokens", "cached", "cold", "decode", "restarted", "faster"):
+        table.add_column(title, justify="right", no_wrap=True)
     table.add_column("answer")
     for row in report.rows:
         table.add_row(
@@ -98,8 +98,9 @@ def print_report(report: DemoReport, console: Console) -> None:
             _shown(row),
         )  # fmt: skip
     console.print()
+    for line in LEGEND:
+        console.print(line)
     console.print(table)
-    console.print()
     for line in summary(report):
         console.print(line)
     console.print()
