@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from cacheservice.agent.config import parse_host_port
 from cacheservice.core.keys import ChunkKey, NamespaceDigest
@@ -31,9 +31,8 @@ _READY_HERE = int(Presence.READY_HERE)
 _READY_ELSEWHERE = int(Presence.READY_ELSEWHERE)
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteHint:
-    """One chunk that another agent is said to hold."""
+class RemoteHint(NamedTuple):
+    """One chunk that another agent is said to hold. A tuple, since a lookup makes one for each of its chunks."""
 
     node: int
     epoch: int
@@ -70,22 +69,28 @@ class RemoteHints:
         if _ABSENT not in presence or self.is_alone():
             return True
         num_groups = len(spec.groups)
-        wanted = sorted({at // num_groups for at, state in enumerate(presence) if state == _ABSENT})
+        absent = [at for at, state in enumerate(presence) if state == _ABSENT]
+        wanted = absent if num_groups == 1 else sorted({at // num_groups for at in absent})
         found = self._ask(spec.digest, [chunks[p] for p in wanted])
         if found is None:
             return False
         masks = group_masks(spec)
-        now_s = self._clock()
+        digest, until_s = spec.digest, self._clock() + _FRESH_S
+        parents = (None, *chunks)
+        hints: dict[tuple[bytes, bytes], RemoteHint] = {}
+        for position, holder in zip(wanted, found, strict=True):
+            if holder is None:
+                continue
+            bitmap = holder.bitmap
+            hints[digest, chunks[position]] = RemoteHint(
+                holder.node, holder.epoch, bitmap, parents[position], position, until_s
+            )
+            if num_groups > 1:
+                mark_elsewhere(presence, position * num_groups, masks, bitmap)
+            elif bitmap & masks[0] == masks[0]:
+                presence[position] = _READY_ELSEWHERE
         with self._lock:
-            for position, holder in zip(wanted, found, strict=True):
-                if holder is None:
-                    continue
-                parent = chunks[position - 1] if position else None
-                hint = RemoteHint(
-                    holder.node, holder.epoch, holder.bitmap, parent, position, now_s + _FRESH_S
-                )
-                self._remember(spec.digest, chunks[position], hint)
-                mark_elsewhere(presence, position * num_groups, masks, holder.bitmap)
+            self._remember(hints)
         return True
 
     def learn(
@@ -108,9 +113,8 @@ class RemoteHints:
                     continue
                 parent = chunks[position - 1] if position else None
                 self._distrusted.pop((spec.digest, chunk, node), None)
-                self._remember(
-                    spec.digest, chunk, RemoteHint(node, epoch, bitmap, parent, position, until_s)
-                )
+                hint = RemoteHint(node, epoch, bitmap, parent, position, until_s)
+                self._remember({(spec.digest, chunk): hint})
 
     def find(self, spec: NamespaceSpec, chunks: Sequence[ChunkKey]) -> dict[ChunkKey, RemoteHint]:
         """Where the chunks are said to be; those that are nowhere are left out."""
@@ -162,11 +166,14 @@ class RemoteHints:
         """Whether nobody else can be in the index, so that asking it per chunk is waste."""
         return self._index.status().health is IndexHealth.MEMORY and len(self._index.nodes()) < 2
 
-    def _remember(self, namespace: NamespaceDigest, chunk: ChunkKey, hint: RemoteHint) -> None:
-        self._hints[namespace, chunk] = hint
-        self._hints.move_to_end((namespace, chunk))
-        if len(self._hints) > _MAX_REMEMBERED:
-            self._hints.popitem(last=False)
+    def _remember(self, hints: Mapping[tuple[bytes, bytes], RemoteHint]) -> None:
+        """Keep them, newest last."""
+        known = self._hints
+        for name in hints:
+            known.pop(name, None)
+        known.update(hints)
+        while len(known) > _MAX_REMEMBERED:
+            known.popitem(last=False)
 
     def _ask(
         self, namespace: NamespaceDigest, chunks: Sequence[ChunkKey]
@@ -177,34 +184,23 @@ class RemoteHints:
             nodes = self._index.nodes() if any(claims) else {}
         except IndexUnavailable:
             return None
+        epochs = {number: node.epoch for number, node in nodes.items() if node.address}
         now_s = self._clock()
         best: list[Holder | None] = []
         with self._lock:
+            distrusted = self._distrusted
             for chunk, holders in zip(chunks, claims, strict=True):
                 usable = [
                     h
                     for h in holders
-                    if self._is_usable(namespace, chunk, h, nodes.get(h.node), now_s)
+                    if h.tier == _CPU_TIER
+                    and epochs.get(h.node) == h.epoch
+                    and not (distrusted and distrusted.get((namespace, chunk, h.node), 0.0) > now_s)
                 ]
-                best.append(max(usable, key=lambda h: h.bitmap.bit_count(), default=None))
+                if len(usable) > 1:
+                    usable.sort(key=lambda h: h.bitmap.bit_count(), reverse=True)
+                best.append(usable[0] if usable else None)
         return best
-
-    def _is_usable(
-        self,
-        namespace: NamespaceDigest,
-        chunk: ChunkKey,
-        holder: Holder,
-        node: Node | None,
-        now_s: float,
-    ) -> bool:
-        if (
-            holder.tier != _CPU_TIER
-            or node is None
-            or node.epoch != holder.epoch
-            or not node.address
-        ):
-            return False
-        return self._distrusted.get((namespace, chunk, holder.node), 0.0) <= now_s
 
 
 def mark_elsewhere(presence: bytearray, first: int, masks: Sequence[int], bitmap: int) -> None:
