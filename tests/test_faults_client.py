@@ -404,3 +404,36 @@ def test_two_writers_of_one_chunk_end_well(agent: AgentProcess, connect: Any) ->
     assert results == [Reason.HIT]
     assert waiter[0].of(0, 0) is Presence.READY_HERE
     assert is_whole(second, 1)
+
+
+def test_streamed_store_to_an_agent_that_stops_taking_frames_ends_in_time(
+    agent: AgentProcess, connect: Callable[..., CacheClient]
+) -> None:
+    client = connect(agent, data_plane="stream")
+    gathered_at: list[float] = []
+
+    class StopsTheAgent:
+        def gather(self, start: int, stop: int, destination: int) -> None:
+            if not gathered_at:
+                agent.pause()
+            gathered_at.append(time.monotonic())
+
+    writes = [
+        ShardWrite(key(n), key(n - 1) if n else None, n, 0, 0, SHARD_BYTES, StopsTheAgent())
+        for n in range(16)
+    ]
+    reasons: list[Reason] = []
+    returned_at: list[float] = []
+
+    def store() -> None:
+        results = client.store(SPEC.digest, writes, deadline_s=DEADLINE_S)
+        returned_at.append(time.monotonic())
+        reasons.extend(result.reason for result in results)
+
+    # A thread of its own, so that a store that never ends fails the test instead of hanging it.
+    storing = threading.Thread(target=store, daemon=True)
+    storing.start()
+    storing.join(DEADLINE_S + SCHEDULING_S)
+    agent.resume()
+    assert set(reasons) == {Reason.DEADLINE}
+    assert gathered_at[-1] <= returned_at[0], "a source was read after the store had returned"

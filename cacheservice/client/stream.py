@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -64,11 +65,20 @@ class StreamPlane:
     ) -> list[tuple[int, ...] | Reason]:
         """See `Plane`. All shards travel in one call; when it fails, none is all there."""
         results: list[tuple[int, ...] | Reason] = [Reason.INTERNAL] * len(shards)
+        # gRPC gathers in a thread of its own, which may be at work when the call has ended.
+        gathering, is_over = threading.Lock(), threading.Event()
+        frames = self._frames(shards, results, watch, gathering, is_over)
+        # Not the blocking form: it waits past its deadline, for ever, when an agent stops taking frames.
+        call = self._write.future(frames, timeout=deadline.left_s())
         try:
-            response = self._write(self._frames(shards, results, watch), timeout=deadline.left_s())
+            response = call.result()
         except grpc.RpcError as error:
             reason = watch.stopped or self._reason_of("Write", error)
             return [reason] * len(shards)
+        finally:
+            call.cancel()
+            with gathering:
+                is_over.set()
         sent = sum(
             shard.write.size_bytes
             for shard, result in zip(shards, results, strict=True)
@@ -123,9 +133,17 @@ class StreamPlane:
         """See `Plane`; the channel is the session's."""
 
     def _frames(
-        self, shards: Sequence[ReservedWrite], results: list[tuple[int, ...] | Reason], watch: Watch
+        self,
+        shards: Sequence[ReservedWrite],
+        results: list[tuple[int, ...] | Reason],
+        watch: Watch,
+        gathering: threading.Lock,
+        is_over: threading.Event,
     ) -> Iterator[bytes]:
-        """Frames of all shards, one per piece, noting each shard's checksums. Ends early when there is a reason to."""
+        """Frames of all shards, one per piece, noting each shard's checksums. Ends early when there is a reason to.
+
+        Sources are read under `gathering`, and not at all once `is_over`.
+        """
         token: bytes | None = self._token
         for index, shard in enumerate(shards):
             checksums = []
@@ -139,7 +157,10 @@ class StreamPlane:
                 address = address_of_bytes(frame)
                 ctypes.memmove(address, header, len(header))
                 try:
-                    shard.write.source.gather(start, stop, address + len(header))
+                    with gathering:
+                        if is_over.is_set():
+                            return
+                        shard.write.source.gather(start, stop, address + len(header))
                 except Exception:  # noqa: BLE001 - the caller's source may raise anything; the store is then skipped
                     _log.exception(
                         "a page source failed, its shard and those after it are not stored"
