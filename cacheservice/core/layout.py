@@ -1,7 +1,7 @@
 """What the bytes of a namespace look like: groups, shards, chunk size, and the digest over all that must be equal.
 
-Callers: the connector builds a `NamespaceSpec` from vLLM's KVCacheConfig; agent and client only carry it. A shard is the
-concatenation, block by block and within a block layer by layer, of the page runs that its head range covers.
+Callers: the connector builds a `NamespaceSpec` from vLLM's KVCacheConfig; agent and client only carry it. A shard is
+the concatenation, block by block and within a block layer by layer, of the page runs that its head range covers.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ def build_namespace(
 def choose_tokens_per_chunk(groups: Sequence[GroupSpec]) -> int:
     """Automatic chunk size (design, section 6).
 
-    The smallest multiple of the LCM of the groups' block sizes that is >= 256 tokens and gives the widest full-attention
-    or MLA group >= 1 MiB over all heads and layers, at most 8192 tokens; with a recurrent group the LCM itself, since
-    vLLM offers states only where a prompt ended.
+    The smallest multiple of the LCM of the groups' block sizes that is >= 256 tokens and gives the widest
+    full-attention or MLA group >= 1 MiB over all heads and layers, at most 8192 tokens; with a recurrent group the LCM
+    itself, since vLLM offers states only where a prompt ended.
     """
     lcm = math.lcm(*(g.block_tokens for g in groups))
     if any(g.kind is GroupKind.RECURRENT for g in groups):
