@@ -1,22 +1,22 @@
 """All exceptions of Larder. A miss is no exception: it is a value.
 
-    LarderError
-    ├── ConfigError         what the user wrote is wrong: say what, which, and what to do; exit code 2
-    ├── RefusedError        this engine or model can't be cached; the connector refuses to start, in one sentence
-    ├── AgentUnavailable    no live session with the agent, or it did not answer in time: a miss, try later
-    ├── AgentRejected       the agent refused a call as wrong: our bug or a version skew; a miss, logged once
-    ├── IndexUnavailable    the index did not answer in time, or refuses; serve what is here
-    └── RequestRejected     a caller's request is wrong (agent side); becomes a gRPC status
-        ├── InvalidRequest      INVALID_ARGUMENT
-        ├── UnknownSession      UNAUTHENTICATED
-        ├── UnknownObject       NOT_FOUND
-        ├── Conflict            FAILED_PRECONDITION
-        ├── LimitReached        RESOURCE_EXHAUSTED
-        ├── NotReady            UNAVAILABLE
-        ├── LeaseLost           ABORTED
-        ├── OutOfExtent         OUT_OF_RANGE
-        ├── Forbidden           PERMISSION_DENIED
-        └── NotServed           UNIMPLEMENTED
+LarderError
+├── ConfigError         what the user wrote is wrong: say what, which, and what to do; exit code 2
+├── RefusedError        this engine or model can't be cached; the connector refuses to start, in one sentence
+├── AgentUnavailable    no live session with the agent, or it did not answer in time: a miss, try later
+├── AgentRejected       the agent refused a call as wrong: our bug or a version skew; a miss, logged once
+├── IndexUnavailable    the index did not answer in time, or refuses; serve what is here
+└── RequestRejected     a caller's request is wrong (agent side); becomes a gRPC status
+    ├── InvalidRequest      INVALID_ARGUMENT
+    ├── UnknownSession      UNAUTHENTICATED
+    ├── UnknownObject       NOT_FOUND
+    ├── Conflict            FAILED_PRECONDITION
+    ├── LimitReached        RESOURCE_EXHAUSTED
+    ├── NotReady            UNAVAILABLE
+    ├── LeaseLost           ABORTED
+    ├── OutOfExtent         OUT_OF_RANGE
+    ├── Forbidden           PERMISSION_DENIED
+    └── NotServed           UNIMPLEMENTED
 """
 
 from __future__ import annotations

@@ -127,7 +127,11 @@ def choose_tokens_per_chunk(groups: Sequence[GroupSpec]) -> int:
     if any(g.kind is GroupKind.RECURRENT for g in groups):
         return lcm
     bytes_per_token = max(
-        (g.bytes_per_block / g.block_tokens for g in groups if g.kind in (GroupKind.FULL, GroupKind.MLA)),
+        (
+            g.bytes_per_block / g.block_tokens
+            for g in groups
+            if g.kind in (GroupKind.FULL, GroupKind.MLA)
+        ),
         default=0.0,
     )
     wanted = MIN_CHUNK_TOKENS
