@@ -190,16 +190,21 @@ class RemoteHints:
         with self._lock:
             distrusted = self._distrusted
             for chunk, holders in zip(chunks, claims, strict=True):
-                usable = [
-                    h
-                    for h in holders
-                    if h.tier == _CPU_TIER
-                    and epochs.get(h.node) == h.epoch
-                    and not (distrusted and distrusted.get((namespace, chunk, h.node), 0.0) > now_s)
-                ]
-                if len(usable) > 1:
-                    usable.sort(key=lambda h: h.bitmap.bit_count(), reverse=True)
-                best.append(usable[0] if usable else None)
+                usable = None
+                for holder in holders:
+                    if (
+                        holder.tier == _CPU_TIER
+                        and epochs.get(holder.node) == holder.epoch
+                        and not (
+                            distrusted
+                            and distrusted.get((namespace, chunk, holder.node), 0.0) > now_s
+                        )
+                        and (
+                            usable is None or holder.bitmap.bit_count() > usable.bitmap.bit_count()
+                        )
+                    ):
+                        usable = holder
+                best.append(usable)
         return best
 
 
