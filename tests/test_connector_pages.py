@@ -132,6 +132,12 @@ def test_layouts_that_scatter_a_page_are_refused():
             plan(caches(order))
 
 
+def test_pages_that_are_not_in_cpu_memory_are_refused():
+    view = torch.empty(BLOCKS, HEADS, TOKENS, CONTENT, device="meta")
+    with pytest.raises(RefusedError, match="device meta"):
+        plan([view])
+
+
 def test_padding_inside_of_a_page_is_refused():
     with pytest.raises(RefusedError, match="not one run of bytes"):
         plan(caches("LBHNC", padding=2))

@@ -57,6 +57,11 @@ def group_pages(
     is_head_major = True
     for name, view in layers:
         item = view.element_size()
+        if view.device.type != "cpu":  # a copy through this address would end the process
+            raise RefusedError(
+                f"layer {name}: the KV cache is on device {view.device}, and this version copies pages in CPU memory "
+                "only: run the engine on CPU, or start it without --kv-transfer-config"
+            )
         if view.dim() != 4 or view.shape[0] % num_blocks:
             raise RefusedError(
                 f"layer {name}: the KV cache has shape {tuple(view.shape)}, expected [blocks, heads, tokens, content]"
