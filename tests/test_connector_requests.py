@@ -237,6 +237,12 @@ def test_no_parameters_of_a_client_do_harm(params):
     has_foreign_hand_over(params)
 
 
+def test_a_wait_of_any_size_is_clamped():
+    params = write_hand_over(HandOver(NamespaceDigest(bytes(32)), 1, 1, 1, 1.0))
+    params["larder"]["wait_ms"] = 10**400
+    assert read_hand_over(params, longest_wait_s=5.0).wait_s == 5.0
+
+
 def test_a_hand_over_survives_the_way_through_a_router():
     given_over = HandOver(NamespaceDigest(bytes(range(32))), 3, 2**32 - 1, 17, 1.25)
     assert read_hand_over(write_hand_over(given_over), longest_wait_s=5.0) == given_over

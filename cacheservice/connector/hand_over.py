@@ -57,7 +57,11 @@ def read_hand_over(params: Any, *, longest_wait_s: float) -> HandOver | None:
     ):
         return None
     return HandOver(
-        NamespaceDigest(namespace), node, epoch, num_chunks, min(wait_ms / 1000, longest_wait_s)
+        NamespaceDigest(namespace),
+        node,
+        epoch,
+        num_chunks,
+        min(wait_ms, longest_wait_s * 1000) / 1000,
     )
 
 
