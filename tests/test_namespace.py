@@ -19,6 +19,7 @@ from cacheservice.connector.namespace import (
     layers_in_order,
     plan_namespace,
 )  # fmt: skip
+from cacheservice.connector.namespace import _details as spec_details
 from cacheservice.core.layout import GroupKind
 from cacheservice.errors import RefusedError
 
@@ -250,6 +251,33 @@ def test_weights_that_cannot_be_identified_are_refused(tmp_path):
         identify_model(model_config(tmp_path), load)
     with pytest.raises(RefusedError, match="download"):
         identify_model(model_config("nobody/nothing"), load)
+
+
+def test_weights_in_a_download_folder_of_their_own_are_found(tmp_path):
+    snapshot = tmp_path / "models--nobody--tiny" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    refs = tmp_path / "models--nobody--tiny" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    shutil.copy(engines.tiny_llama() / "model.safetensors", snapshot)
+    load = SimpleNamespace(load_format="auto", download_dir=str(tmp_path))
+    here = identify_model(
+        model_config(engines.tiny_llama()), SimpleNamespace(load_format="auto", download_dir=None)
+    )
+    assert identify_model(model_config("nobody/tiny"), load)["weights"] == here["weights"]
+
+
+@pytest.mark.parametrize("other", [("fp8", "bf16", "bf16"), ("bf16", "bf16", "fp8")])
+def test_which_layer_has_which_dtype_counts(other):
+    """As --kv-cache-dtype-skip-layers makes it: the same dtypes, in other layers."""
+    names = ["layers.0", "layers.1", "layers.2"]
+
+    def details(dtypes):
+        specs = {n: SimpleNamespace(dtype=d) for n, d in zip(names, dtypes, strict=True)}
+        return spec_details(SimpleNamespace(kv_cache_specs=specs), names)
+
+    assert details(other) != details(("bf16", "fp8", "bf16"))
+    assert details(("bf16",) * 3) == spec_details(SimpleNamespace(dtype="bf16"), names)
 
 
 def test_long_rope_depends_on_the_longest_prompt(tmp_path):

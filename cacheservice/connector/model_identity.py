@@ -39,7 +39,11 @@ def identify_model(model_config: Any, load_config: Any) -> dict[str, Any]:
         return {**facts, "weights": f"dummy, seed {model_config.seed}"}
     place = Path(model_config.model)
     if not place.exists():
-        place = _downloaded(str(model_config.model), model_config.revision)
+        place = _downloaded(
+            str(model_config.model),
+            model_config.revision,
+            getattr(load_config, "download_dir", None),
+        )
     files = [place] if place.is_file() else weight_files(place)
     if not files:
         raise RefusedError(
@@ -105,16 +109,18 @@ def _uses_long_rope(model_config: Any) -> bool:
     return original is not None and model_config.max_model_len > original
 
 
-def _downloaded(model: str, revision: str | None) -> Path:
-    """Folder of a model that vLLM has fetched from a hub."""
+def _downloaded(model: str, revision: str | None, cache_dir: str | None) -> Path:
+    """Folder of a model that vLLM has fetched from a hub, into `--download-dir` if one is given."""
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+        return Path(
+            snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True)
+        )
     except Exception as error:
         raise RefusedError(
             f"the weights of model {model!r} are not on this machine, so they can't be identified: "
-            "download the model and  give --model its folder"
+            "download the model and give --model its folder"
         ) from error
 
 

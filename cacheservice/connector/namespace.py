@@ -174,7 +174,7 @@ def describe_rank(
                 block_bytes=plan.block_bytes,
                 num_heads=plan.num_heads,
                 is_head_major=plan.is_head_major,
-                details=_details(spec),
+                details=_details(spec, [layer.name for layer in plan.layers]),
             )
         )
     return RankFacts(
@@ -303,17 +303,16 @@ def _chunk_size(engine: EngineFacts, groups: Sequence[GroupSpec]) -> int:
     return wanted
 
 
-def _details(spec: Any) -> tuple[tuple[str, str], ...]:
-    """Spec fields that say how to read the bytes; per layer where a group has several kinds of layers."""
-    from vllm.v1.kv_cache_interface import iter_layer_specs
-
+def _details(spec: Any, layers: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Spec fields that say how to read the bytes; in the order of layers where a group has several kinds of them."""
     names = (
         "head_size", "head_size_v", "dtype", "kv_quant_mode", "sliding_window", "attention_chunk_size",
         "cache_dtype_str", "cache_role", "model_version", "state_content_bytes",
     )  # fmt: skip
-    seen: dict[str, set[str]] = {}
-    for layer in iter_layer_specs(spec):
-        for name in names:
-            value = getattr(layer, name, None)
-            seen.setdefault(name, set()).add(str(value))
-    return tuple((name, "|".join(sorted(values))) for name, values in sorted(seen.items()))
+    by_layer = getattr(spec, "kv_cache_specs", None)
+    specs = [spec] if by_layer is None else [by_layer.get(name) for name in layers]
+    found = []
+    for name in sorted(names):
+        values = [str(getattr(layer, name, None)) for layer in specs]
+        found.append((name, values[0] if len(set(values)) == 1 else "|".join(values)))
+    return tuple(found)
