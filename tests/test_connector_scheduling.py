@@ -11,7 +11,7 @@ import pytest
 from connector_fakes import FakeCache
 from connector_harness import Harness, prompt
 
-from cacheservice.connector.requests import Move, RequestState
+from cacheservice.connector.requests import PRESENCE_MAX_AGE_S, Move, RequestState
 from cacheservice.core.outcomes import OutcomeKind, Reason
 
 
@@ -296,6 +296,20 @@ def test_a_lookup_that_is_late_delays_a_request_by_its_deadline_only(make, cache
     harness.check_at_rest()
 
 
+def test_what_was_seen_at_arrival_is_looked_up_again_after_a_long_wait_in_the_queue(make, cache):
+    harness = make()
+    harness.add("b", prompt(1, 300))
+    handle = harness.half._tracked["b"].handle
+    assert handle.done.wait(5)
+    first = make()
+    first.add("a", prompt(1, 300))
+    first.run()
+    handle.answered_at -= PRESENCE_MAX_AGE_S + 1
+    harness.run()
+    harness.check_at_rest()
+    assert ("b", 0, 300, 256) in harness.answers
+
+
 def test_chunks_that_are_being_stored_are_waited_for(make, cache):
     first = make()
     first.add("a", prompt(1, 300))
@@ -457,6 +471,25 @@ def test_metadata_of_other_connectors_is_ignored(make, cache):
     harness.add("a", prompt(1, 100))
     harness.run()
     harness.check_at_rest()
+
+
+def test_a_reset_before_the_facts_came_counts_too(monkeypatch, make, cache):
+    from cacheservice.connector.connector import LarderConnector
+
+    shared = make().half.plan.digest
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            LarderConnector, "set_xfer_handshake_metadata_pp_aware", lambda self, metadata: None
+        )
+        harness = make()
+    assert harness.half.reset_cache()
+    harness.add("a", prompt(1, 300))
+    harness.run()
+    harness.add("b", prompt(2, 300))
+    harness.run()
+    harness.check_at_rest()
+    assert {k[0] for k in cache.shards} == {harness.half.plan.digest}
+    assert harness.half.plan.digest != shared
 
 
 def test_facts_that_come_late_are_enough(monkeypatch, make, cache):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ class LookupHandle:
     request_id: str
     done: threading.Event = field(default_factory=threading.Event)
     answer: LookupAnswer | None = None
+    answered_at: float = 0.0
+    """When the answer came, which may be long before anybody takes it: requests queue."""
     waits: bool = False
     is_abandoned: bool = False
 
@@ -53,9 +56,10 @@ class LookupQuestion:
 class Lookups:
     """The threads that lookups run on."""
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, clock: Callable[[], float] = time.monotonic) -> None:
         """Use this client, which stays the caller's."""
         self._client = client
+        self._clock = clock
         self._lock = threading.Lock()
         self._num_waiting = 0
         self._quick = ThreadPoolExecutor(NUM_QUICK_THREADS, thread_name_prefix="larder-lookup")
@@ -107,6 +111,7 @@ class Lookups:
                     deadline_s=question.deadline_s,
                 )
             with self._lock:
+                handle.answered_at = self._clock()
                 handle.answer = answer
                 give_back = handle.is_abandoned
             if give_back and answer is not None and answer.lease_id:

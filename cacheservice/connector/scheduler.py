@@ -67,6 +67,8 @@ class _Tracked:
     handle: LookupHandle | None = None
     is_skipped: bool = False
     """It asked not to read the prefix cache, or is of a kind that can't."""
+    was_asked: bool = False
+    """vLLM has asked at least once."""
     is_foreign: bool = False
     """It came with a hand-over of another namespace."""
 
@@ -99,12 +101,14 @@ class SchedulerHalf:
         self._limits = Limits(
             lookup_s=config.deadlines.lookup_s, pending_s=config.deadlines.pending_s
         )
-        self._lookups = Lookups(client)
+        self._lookups = Lookups(client, clock)
         self._stats = StatsRecorder()
         self._engine: EngineFacts | None = None
         self._ranks: list[RankFacts] = []
         self._plan: NamespacePlan | None = None
         self._plan_is_news = False
+        self._generation = ""
+        """Not empty after the first reset, also when that came before the plan."""
         self._saves: Saves | None = None
         self._tracked: dict[str, _Tracked] = {}
         self._new_loads: list[LoadJob] = []
@@ -123,7 +127,7 @@ class SchedulerHalf:
     def describe(self, engine: EngineFacts, ranks: Sequence[RankFacts]) -> NamespacePlan:
         """Settle the namespace. Raises RefusedError when the ranks can't share one."""
         self._engine, self._ranks = engine, list(ranks)
-        self._adopt(plan_namespace(engine, self._ranks))
+        self._adopt(plan_namespace(engine, self._ranks, generation=self._generation))
         assert self._plan is not None
         return self._plan
 
@@ -134,9 +138,9 @@ class SchedulerHalf:
 
     def reset_cache(self) -> bool:
         """Forget the cache: from now on this engine has a namespace of its own, until it restarts."""
-        if self._engine is None:
-            return True
-        self._adopt(plan_namespace(self._engine, self._ranks, generation=secrets.token_hex(16)))
+        self._generation = secrets.token_hex(16)
+        if self._plan is not None and self._engine is not None:
+            self._adopt(plan_namespace(self._engine, self._ranks, generation=self._generation))
         if self._saves is not None:
             self._saves.forget_recent()
         self._stats.event("namespace_resets")
@@ -147,10 +151,9 @@ class SchedulerHalf:
             if lease := tracked.state.take_lease():
                 self._client.release(lease)
             tracked.state.forget_presence()
-        assert self._plan is not None
         logger.warning(
             "the cache was reset: this engine uses a private namespace until it restarts namespace=%s",
-            short_hex(self._plan.digest),
+            short_hex(self._plan.digest) if self._plan is not None else "none yet",
         )
         return True
 
@@ -211,6 +214,7 @@ class SchedulerHalf:
                 else self._wait_budget_s
             )
             self._take_answer(tracked)
+            tracked.was_asked = True
             if state.lookup is None and not self._client.state().connected:
                 state.reason = Reason.AGENT_DOWN
                 return 0, False
@@ -504,9 +508,10 @@ class SchedulerHalf:
             )
             state.see_failure(reason, self._clock())
             return
-        state.see_answer(
-            KnownPresence(answer.presence, self._clock(), answer.epoch, answer.lease_id)
-        )
+        # A request can queue for minutes between its arrival and the first question; that answer is as old as it is.
+        # Later ones count from when they are taken: steps may outlast presence, and must not ask for ever.
+        seen_at = self._clock() if tracked.was_asked else handle.answered_at
+        state.see_answer(KnownPresence(answer.presence, seen_at, answer.epoch, answer.lease_id))
         if state.asked_at is None and (lease := state.take_lease()):
             self._client.release(lease)  # the question has ended without it
 
