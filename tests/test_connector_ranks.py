@@ -248,6 +248,7 @@ def test_shutting_down_leaves_no_copy_behind(fleet):
 
 def test_counts_reach_prometheus_and_the_log():
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
     from cacheservice.connector.connector import LarderConnector
     from cacheservice.connector.stats import StatsRecorder
@@ -268,6 +269,7 @@ def test_counts_reach_prometheus_and_the_log():
     class Config:
         kv_transfer_config = None
 
+    unregister_vllm_metrics()  # an engine that ran in this process before has left its own there
     metrics = LarderConnector.build_prom_metrics(
         Config,
         {Counter: Counter, Gauge: Gauge, Histogram: Histogram},
