@@ -144,7 +144,7 @@ class Agent:
         self.index = MemoryIndex(self.index_store)
         self.number = 0
         self.store.open_namespace(SPEC)
-        self.puller = self.session(maps_arena=False, role="peer")
+        self.puller = self.session(maps_arena=True, role="peer")
         self.pulling: set[ChunkKey] = set()
         self.world.run(self.ticks(self.epoch))
 

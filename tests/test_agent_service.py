@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import pytest
@@ -444,6 +445,44 @@ def test_stream_write_that_races_another_session_ends_well() -> None:
             0,
             0,
         )
+
+
+def test_reserve_whose_caller_gave_up_meanwhile_keeps_nothing(
+    agent: Agent, session: StubSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserving, go_on, reserved = threading.Event(), threading.Event(), threading.Event()
+    with agent.guarded.reading() as store:
+        reserve = store.reserve
+
+    def slow(*args: Any) -> Any:
+        reserving.set()
+        go_on.wait(30)
+        answers = reserve(*args)
+        reserved.set()
+        return answers
+
+    monkeypatch.setattr(store, "reserve", slow)
+    item = cache_pb2.ReserveItem(
+        shard=cache_pb2.ShardRef(chunk_key=key_of("late")), size_bytes=SIZE
+    )
+    request = cache_pb2.ReserveRequest(
+        session_token=session.token, namespace_digest=SPEC.digest, items=[item]
+    )
+    call = session.cache.Reserve.future(request, timeout=60)
+    assert reserving.wait(30)
+    call.cancel()
+    # On the same connection, so the agent has seen the cancellation before it.
+    for _ in range(3):
+        health_pb2_grpc.HealthStub(session.channel).Check(health_pb2.HealthCheckRequest())
+    go_on.set()
+    assert reserved.wait(30)
+
+    def is_clean() -> bool:
+        with agent.guarded.reading() as store:
+            counts = store.counts()
+        return (counts.used_bytes, counts.num_reservations) == (0, 0)
+
+    wait_until(is_clean, what="counts at their start")
 
 
 def test_client_that_dies_while_it_writes_leaves_nothing(

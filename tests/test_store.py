@@ -334,6 +334,42 @@ def test_late_commit_has_expired_and_frees_its_extent() -> None:
         world.commit(slow, now_s=61.0)
 
 
+def test_what_ran_out_is_free_at_once_when_only_the_agent_could_write_there() -> None:
+    """The client may never have learned of it: nobody will ever abort it."""
+    world = World(4)
+    late, never, copied = world.reserve(prompt("p", 3), session=B)
+    world.store.begin_agent_copy(B, copied.reservation_id)
+    world.store.expire(60.0)
+    world.store.check_invariants()
+    assert world.store.counts().quarantined_bytes == PAGE, "the copy is in flight"
+    with pytest.raises(UnknownObject, match="ran out"):
+        world.store.begin_agent_copy(B, late.reservation_id)
+    world.store.end_agent_copy(B, copied.reservation_id)
+    assert world.store.counts().used_bytes == 0
+    world.put(prompt("p", 1), now_s=61.0)
+    assert world.commit([late, copied], session=B, now_s=62.0) == [
+        CommitResult.LOST_RACE,
+        CommitResult.EXPIRED,
+    ]
+    with pytest.raises(UnknownObject):
+        world.store.abort(A, [never.reservation_id], 62.0)
+    world.store.abort(B, [never.reservation_id], 62.0)
+    for ended in (late, never, copied):
+        with pytest.raises(UnknownObject):
+            world.commit([ended], session=B, now_s=62.0)
+    world.store.check_invariants()
+
+
+def test_freed_reservations_are_remembered_up_to_a_limit() -> None:
+    world = World(limits=StoreLimits(max_expired_reservations=2))
+    answers = world.reserve(prompt("p", 3), session=B)
+    world.store.expire(60.0)
+    world.store.check_invariants()
+    with pytest.raises(UnknownObject):
+        world.commit(answers, session=B, now_s=60.0)
+    assert world.commit(answers[1:], session=B, now_s=60.0) == [CommitResult.EXPIRED] * 2
+
+
 def test_commit_past_its_time_expires_even_before_expire_ran() -> None:
     world = World()
     assert world.commit(world.reserve(prompt("p", 1)), now_s=60.0) == [CommitResult.EXPIRED]

@@ -123,7 +123,10 @@ class StoreMachine(RuleBasedStateMachine):
             return True
         if writer.is_ended:
             return False
-        return self.sessions[writer.session] or writer.session in self.mapped
+        if writer.session in self.mapped:
+            return True
+        # Through the agent alone, which takes nothing for a reservation whose time ran out.
+        return self.sessions[writer.session] and writer.expires_at > self.now
 
     def open_writers(self) -> list[Writer]:
         """Whose shards are pending."""
@@ -250,7 +253,7 @@ class StoreMachine(RuleBasedStateMachine):
         ready = self.ready()
         expected = []
         for writer in batch:
-            if writer.num_copies == 0:
+            if writer.num_copies == 0 and self.may_write(writer):
                 text = f"{writer.chunk} {writer.shard} {next(self.stamps)}"
                 for page in writer.pages:
                     self.memory[page] = text

@@ -127,7 +127,7 @@ class PeerPulls:
         self._stopped = False
         self.counts = PullCounts()
         with guarded.changing() as store:
-            store.open_session(session, maps_arena=False, role="peer", name="pulls of this agent")
+            store.open_session(session, maps_arena=True, role="peer", name="pulls of this agent")
 
     def start(
         self, spec: NamespaceSpec, shards: Sequence[ShardName], deadline_s: float

@@ -41,11 +41,18 @@ from cacheservice.core.layout import CHECKSUM_PIECE_BYTES, NamespaceSpec
 from cacheservice.core.store import (
     CommitItem,
     CommitResult,
+    ReserveAnswer,
     ReserveRequestItem,
     ReserveResult,
     Store,
 )
-from cacheservice.errors import InvalidRequest, NotReady, NotServed, UnknownObject
+from cacheservice.errors import (
+    InvalidRequest,
+    NotReady,
+    NotServed,
+    RequestRejected,
+    UnknownObject,
+)
 from cacheservice.v1 import cache_pb2, cache_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -219,6 +226,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         ]
         with self._guarded.changing() as store:
             answers = store.reserve(session.id, spec.digest, items, self._guarded.clock())
+        if not context.is_active():
+            # The caller gave up while it waited for the lock: it will never learn these numbers.
+            self._withdraw(session, answers)
         response = cache_pb2.ReserveResponse(
             ttl_ms=self._facts.reservation_ttl_ms, epoch=self._facts.epoch
         )
@@ -338,6 +348,14 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             chunk=chunk, parent=parent, number=item.chunk_number, group=group, shard=shard,
             size_bytes=item.size_bytes,
         )  # fmt: skip
+
+    def _withdraw(self, session: LiveSession, answers: Sequence[ReserveAnswer]) -> None:
+        given = [a.reservation_id for a in answers if a.result is ReserveResult.RESERVED]
+        try:
+            with self._guarded.changing() as store:
+                store.abort(session.id, given, self._guarded.clock())
+        except RequestRejected:
+            pass  # they ended with the session
 
     def _commit(
         self, store: Store, session: LiveSession, items: Sequence[CommitItem]

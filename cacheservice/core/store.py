@@ -81,6 +81,8 @@ class StoreLimits:
     max_namespaces: int = 64
     max_released_leases: int = 4096
     """Expired leases that `release` still knows."""
+    max_expired_reservations: int = 32_768
+    """Reservations that ran out and were freed, but that `commit` and `abort` still know."""
     max_leases: int = 65_536
     max_changes: int = 262_144
     """Changed chunks kept for `take_changes`; above it the oldest is forgotten (the index is a hint)."""
@@ -198,6 +200,16 @@ class ShardSummary(NamedTuple):
     writer_name: str
 
 
+class _FreedReservation(NamedTuple):
+    """What stays of a reservation that ran out when nobody could write to its extent any more."""
+
+    session: int
+    namespace: NamespaceDigest
+    chunk: ChunkKey
+    bit: int
+    length: int
+
+
 @dataclass(slots=True)
 class StoreTotals:
     """Counts since the start; they never fall."""
@@ -287,6 +299,7 @@ class Store:
         self._lookup_leases = Leases()
         self._expired_leases: OrderedDict[int, int] = OrderedDict()
         self._reservations = Reservations()
+        self._freed_reservations: OrderedDict[int, _FreedReservation] = OrderedDict()
         # Ordered dictionaries wherever the oldest goes first: finding it in a plain one gets slow once many have
         # gone.
         self._changes: OrderedDict[tuple[NamespaceDigest, ChunkKey], None] = OrderedDict()
@@ -595,7 +608,7 @@ class Store:
         batch = []
         seen: set[int] = set()
         for reservation_id, checksums, is_remote in items:
-            reservation = self._reservation(owner, reservation_id)
+            reservation = self._known_reservation(owner, reservation_id)
             if reservation_id in seen:
                 raise UnknownObject(
                     f"reservation {reservation_id} is committed twice in one call; nothing was committed"
@@ -607,12 +620,21 @@ class Store:
                     f"reservation {reservation_id} has {len(checksums)} piece_checksums; its "
                     f"{reservation.length} bytes have {pieces} pieces of 1 MiB, each with one xxh3-64"
                 )
-            batch.append((reservation, checksums, is_remote))
+            batch.append((reservation_id, reservation, checksums, is_remote))
         fresh: list[Chunk] = []
-        results = [
-            self._commit_one(reservation, checksums, now_s, fresh, is_remote=is_remote)
-            for reservation, checksums, is_remote in batch
-        ]
+        results = []
+        for reservation_id, reservation, checksums, is_remote in batch:
+            if isinstance(reservation, Reservation):
+                result = self._commit_one(reservation, checksums, now_s, fresh, is_remote=is_remote)
+            else:
+                del self._freed_reservations[reservation_id]
+                result = self._late_commit(
+                    self._namespaces.get(reservation.namespace),
+                    reservation.chunk,
+                    reservation.bit,
+                    checksums,
+                )
+            results.append(result)
         fresh.sort(key=attrgetter("number"), reverse=True)
         for chunk in fresh:
             self._enter_policy(chunk)
@@ -623,15 +645,19 @@ class Store:
         owner = self._live_session(session)
         if len(set(reservation_ids)) != len(reservation_ids):
             raise UnknownObject("a reservation is aborted twice in one call; nothing was aborted")
-        for reservation in [self._reservation(owner, i) for i in reservation_ids]:
-            self._end_reservation(reservation, may_be_written=False)
+        known = [(i, self._known_reservation(owner, i)) for i in reservation_ids]
+        for reservation_id, reservation in known:
+            if isinstance(reservation, Reservation):
+                self._end_reservation(reservation, may_be_written=False)
+            else:
+                del self._freed_reservations[reservation_id]
 
     def begin_agent_copy(self, session: SessionId, reservation_id: int) -> tuple[int, int]:
         """Offset and length to copy into; until `end_agent_copy` the extent is not given out again, whatever
         happens.
         """
-        reservation = self._reservation(self._live_session(session), reservation_id)
-        if reservation.has_expired:
+        reservation = self._known_reservation(self._live_session(session), reservation_id)
+        if not isinstance(reservation, Reservation) or reservation.has_expired:
             raise UnknownObject(f"reservation {reservation_id} ran out; reserve again")
         reservation.num_copies += 1
         return reservation.extent.offset, reservation.length
@@ -845,13 +871,18 @@ class Store:
             )
         return found
 
-    def _reservation(self, owner: Session, reservation_id: int) -> Reservation:
+    def _known_reservation(
+        self, owner: Session, reservation_id: int
+    ) -> Reservation | _FreedReservation:
         found = owner.reservations.get(reservation_id)
-        if found is None:
+        if found is not None:
+            return found
+        freed = self._freed_reservations.get(reservation_id)
+        if freed is None or freed.session != owner.number:
             raise UnknownObject(
                 f"reservation {reservation_id} is not this session's, or has ended; nothing was done"
             )
-        return found
+        return freed
 
     @staticmethod
     def _bits_of(namespace: Namespace, shards: Sequence[tuple[ChunkKey, int, int]]) -> list[int]:
@@ -886,6 +917,7 @@ class Store:
                 and found not in self._lookup_leases
                 and found not in self._expired_leases
                 and found not in self._reservations
+                and found not in self._freed_reservations
             ):
                 return found
 
@@ -1031,9 +1063,12 @@ class Store:
         is_remote: bool,
     ) -> CommitResult:
         if not reservation.has_expired and reservation.expires_at_s <= now_s:
-            self._expire_reservation(reservation)
+            self._run_out(reservation)
         if reservation.has_expired:
-            result = self._late_commit(reservation, checksums)
+            chunk = reservation.chunk
+            result = self._late_commit(
+                chunk.namespace, ChunkKey(chunk.key), reservation.bit, checksums
+            )
             self._end_reservation(reservation, may_be_written=False)
             return result
         if reservation.num_copies:
@@ -1069,10 +1104,11 @@ class Store:
         self._changed(chunk)
         return CommitResult.COMMITTED
 
-    def _late_commit(self, reservation: Reservation, checksums: Sequence[int]) -> CommitResult:
-        namespace = reservation.chunk.namespace
-        chunk = namespace.chunks.get(ChunkKey(reservation.chunk.key))
-        slot = None if chunk is None else chunk.slots[reservation.bit]
+    def _late_commit(
+        self, namespace: Namespace | None, key: ChunkKey, bit: int, checksums: Sequence[int]
+    ) -> CommitResult:
+        chunk = None if namespace is None else namespace.chunks.get(key)
+        slot = None if chunk is None else chunk.slots[bit]
         if not isinstance(slot, Shard):
             self._totals.num_late_commits += 1
             return CommitResult.EXPIRED
@@ -1082,7 +1118,26 @@ class Store:
         return CommitResult.LOST_RACE
 
     def _expire_reservation(self, reservation: Reservation) -> None:
-        """The shard is not pending any more; the extent stays, as its writer may only have been stopped."""
+        """The shard is not pending any more. The extent stays while its writer, who may only have been stopped, can
+        write to it: the owner of a mapping until it says that it is done, the agent until its copies end. A client that
+        never learned of the reservation will never say so, hence nothing waits for the word of one without a mapping.
+        """
+        self._run_out(reservation)
+        owner, chunk = reservation.session, reservation.chunk
+        if owner.is_mapped:
+            return
+        self._freed_reservations[reservation.reservation_id] = _FreedReservation(
+            owner.number,
+            chunk.namespace.spec.digest,
+            ChunkKey(chunk.key),
+            reservation.bit,
+            reservation.length,
+        )
+        if len(self._freed_reservations) > self._limits.max_expired_reservations:
+            self._freed_reservations.popitem(last=False)
+        self._end_reservation(reservation, may_be_written=False)
+
+    def _run_out(self, reservation: Reservation) -> None:
         reservation.has_expired = True
         self._totals.num_expired_reservations += 1
         self._withdraw(reservation)
@@ -1328,6 +1383,9 @@ class Store:
         self._check_extents(pins, lookup_pins)
         self._check_sessions()
         assert len(self._changes) <= self._limits.max_changes, "too many changes"
+        assert len(self._freed_reservations) <= self._limits.max_expired_reservations, (
+            "too many freed reservations"
+        )
         assert self._num_extents <= self._limits.max_shards, "too many shards"
 
     def _check_chunks(self, pins: dict[Chunk, int], lookup_pins: dict[Chunk, int]) -> None:
@@ -1424,6 +1482,7 @@ class Store:
             for reservation in session.reservations.values():
                 is_open = reservation.reservation_id in self._reservations
                 assert is_open != reservation.has_expired, "an open reservation has expired"
+                assert is_open or session.is_mapped, "an expired reservation waits for nobody"
             for reservation in session.retired.values():
                 assert reservation.num_copies or (session.is_mapped and not session.is_live), (
                     "an extent stays quarantined though nobody can write to it"
