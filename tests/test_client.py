@@ -350,6 +350,33 @@ def test_no_status_of_any_call_escapes_or_makes_a_hit(
             until(lambda: client.lookup(SPEC.digest, [key(0)]).reason is None, "connected anew")
 
 
+@pytest.mark.parametrize(
+    ("data_plane", "method", "reason"),
+    [
+        ("auto", "Lookup", Reason.DEADLINE),
+        ("auto", "Acquire", Reason.DEADLINE),
+        ("auto", "Release", Reason.DEADLINE),
+        ("stream", "Read", Reason.DEADLINE),
+        ("auto", "Reserve", Reason.NO_SPACE),
+        ("auto", "Commit", Reason.NO_SPACE),
+        ("stream", "Write", Reason.NO_SPACE),
+    ],
+)
+def test_agent_out_of_call_slots_is_late_for_readers_and_full_for_writers(
+    agent: ScriptedAgent, connect: Any, data_plane: Any, method: str, reason: Reason
+) -> None:
+    client = connect(data_plane=data_plane)
+    client.store(SPEC.digest, [write_of(0)])
+    agent.script[method] = fail_with(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    if method == "Lookup":
+        assert client.lookup(SPEC.digest, [key(0)]).reason is reason
+    elif reason is Reason.DEADLINE:
+        read = read_of(0, bytearray(SHARD_BYTES))
+        assert client.retrieve(SPEC.digest, [read])[0].reason is reason
+    else:
+        assert client.store(SPEC.digest, [write_of(1)])[0].reason is reason
+
+
 @pytest.mark.parametrize("method", ["Lookup", "Reserve", "Commit", "Acquire", "Release"])
 def test_agent_that_never_answers_costs_the_deadline(
     agent: ScriptedAgent, connect: Any, method: str

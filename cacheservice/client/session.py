@@ -68,9 +68,12 @@ _REASONS = {
     grpc.StatusCode.UNAVAILABLE: Reason.AGENT_DOWN,
     grpc.StatusCode.CANCELLED: Reason.AGENT_DOWN,
     grpc.StatusCode.UNAUTHENTICATED: Reason.LEASE_LOST,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: Reason.NO_SPACE,
     grpc.StatusCode.ABORTED: Reason.LEASE_LOST,
 }
+_STORING = frozenset({"OpenNamespace", "Reserve", "Write", "Commit", "Abort"})
+"""Calls for which RESOURCE_EXHAUSTED is NO_SPACE: nothing can be taken now. For all others it is DEADLINE: an agent out
+of call slots or leases holds what is asked for as before, and only can't serve it in time. Not AGENT_DOWN, because the
+session lives."""
 
 
 class Session:
@@ -128,13 +131,14 @@ class Session:
         if code is grpc.StatusCode.UNAUTHENTICATED:
             self.end(Reason.LEASE_LOST)
             self.link.wake()
-        reason = _REASONS.get(code, Reason.INTERNAL)
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            reason = Reason.NO_SPACE if method in _STORING else Reason.DEADLINE
+        else:
+            reason = _REASONS.get(code, Reason.INTERNAL)
         if self._ended is not None and reason is Reason.AGENT_DOWN:
             return self._ended
-        if (
-            reason in (Reason.INTERNAL, Reason.NO_SPACE)
-            and (method, code) not in self._faults_logged
-        ):
+        is_fault = reason is Reason.INTERNAL or code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        if is_fault and (method, code) not in self._faults_logged:
             self._faults_logged.add((method, code))
             _log.error(
                 "the agent refuses a call: method=%s status=%s details=%s",
