@@ -767,6 +767,60 @@ def test_one_unknown_lease_does_not_keep_the_others(agent: ScriptedAgent, connec
     assert sorted(released) == [n for n in range(1, 21) if n != 13]
 
 
+def test_agent_that_stops_answering_does_not_keep_the_session_thread(
+    agent: ScriptedAgent, connect: Any
+) -> None:
+    client = connect()
+    client.store(SPEC.digest, [write_of(n) for n in range(6)])
+    over = threading.Event()
+
+    def hang(request: Any, context: Any, built_in: Any) -> Any:
+        over.wait(20)
+        return built_in(request, context)
+
+    agent.script["Evict"] = hang
+    for number in range(6):
+        offset = agent.shards[(SPEC.digest, key(number), 0, 0)][0]
+        agent.memory[offset] ^= 1
+        read = read_of(number, bytearray(SHARD_BYTES))
+        assert client.retrieve(SPEC.digest, [read])[0].reason is Reason.CHECKSUM
+    try:
+        until(lambda: agent.num_calls["Evict"] == 1, "the first call of the clean-up")
+        for _ in range(2):
+            num_pings, num_evicts = len(agent.pings), agent.num_calls["Evict"]
+            until(lambda n=num_pings: len(agent.pings) > n, "a ping")  # type: ignore[misc]
+            assert agent.num_calls["Evict"] <= num_evicts + 1, "one unanswered call per ping"
+        client.close()
+        assert not any(t is client._keeper._thread for t in threading.enumerate())
+        assert agent.num_calls["Evict"] < 6
+    finally:
+        over.set()
+
+
+def test_what_a_slow_agent_left_unanswered_is_cleaned_up_later(
+    agent: ScriptedAgent, connect: Any
+) -> None:
+    client = connect()
+    client.store(SPEC.digest, [write_of(n) for n in range(3)])
+    over = threading.Event()
+
+    def hang(request: Any, context: Any, built_in: Any) -> Any:
+        over.wait(20)
+        return built_in(request, context)
+
+    agent.script["Release"] = hang
+    client.release(77)
+    until(lambda: agent.num_calls["Release"] == 1, "the release")
+    for number in range(3):
+        client._keeper.evict_later(client._keeper.session(), SPEC.digest, key(number))
+    client.release(78)
+    until(lambda: agent.num_calls["Release"] == 2, "the release in front of the evictions")
+    assert agent.evicted == []
+    agent.script.clear()
+    until(lambda: len(agent.evicted) == 3, "all chunks evicted")
+    over.set()
+
+
 def test_many_calls_at_once(agent: ScriptedAgent, connect: Any) -> None:
     client = connect()
     client.store(SPEC.digest, [write_of(n) for n in range(4)])

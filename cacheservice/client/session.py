@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -524,13 +524,13 @@ class SessionKeeper:
                     self._unanswered.popleft()
                 self._note_pong(event.pong)
                 continue
-            self._clean_up()
             now = self._clock()
             if now >= next_ping_at:
                 if self._unanswered and now - self._unanswered[0][0] > SILENCE_S:
                     return f"the agent left a ping unanswered for {SILENCE_S:g} s"
                 self._ping(session.link, now)
                 next_ping_at = now + interval_s
+            self._clean_up(session, until=next_ping_at)
         return "closed"
 
     def _note_pong(self, pong: cache_pb2.SessionPong) -> None:
@@ -593,24 +593,38 @@ class SessionKeeper:
             self._outcomes.popleft()
             self._num_dropped_outcomes += 1
 
-    def _clean_up(self) -> None:
-        """Release, abort and evict what was queued; what fails is left to the agent's time limits."""
+    def _clean_up(self, session: Session, *, until: float) -> None:
+        """Release, abort and evict what was queued, up to the time `until`, when the next ping is due.
+
+        Stops at the first call that the agent leaves unanswered: the next one would take as long. What was not tried is
+        for the next round; what was tried and failed is left to the agent's time limits.
+        """
         with self._changed:
-            queued = list(self._cleanups)
+            queued = [(method, subject) for s, method, subject in self._cleanups if s is session]
             self._cleanups.clear()
-        timeout_s = self._deadlines.commit_s
-        for session in {id(s): s for s, _, _ in queued}.values():
-            of_method: dict[str, list[Any]] = {"Release": [], "Abort": [], "Evict": []}
-            for owner, method, subject in queued:
-                if owner is session:
-                    of_method[method].append(subject)
-            for lease_ids in _batches(of_method["Release"], MAX_IDS_PER_CALL):
-                _end_all(session, "Release", lease_ids, timeout_s)
-            for reservation_ids in _batches(of_method["Abort"], MAX_IDS_PER_CALL):
-                _end_all(session, "Abort", reservation_ids, timeout_s)
-            for namespace, chunk in dict.fromkeys(of_method["Evict"]):
-                eviction = admin_pb2.EvictRequest(namespace_digest=namespace, chunk_keys=[chunk])
-                session.call("Evict", eviction, timeout_s, stub=session.admin)
+        calls: deque[tuple[str, list[Any]]] = deque()
+        for method in ("Release", "Abort"):
+            ids = [subject for m, subject in queued if m == method]
+            calls.extend((method, batch) for batch in _batches(ids, MAX_IDS_PER_CALL))
+        evicted = dict.fromkeys(subject for method, subject in queued if method == "Evict")
+        calls.extend(("Evict", [subject]) for subject in evicted)
+        while calls and not self._is_closed() and session.end_reason() is None:
+            method, subjects = calls.popleft()
+            answer = _end_all(session, method, subjects, self._deadlines.commit_s)
+            if answer is grpc.StatusCode.NOT_FOUND and len(subjects) > 1:
+                # The agent refuses a batch with one that it does not know (any more): then each half by itself.
+                middle = len(subjects) // 2
+                calls.extendleft([(method, subjects[middle:]), (method, subjects[:middle])])
+            is_unanswered = answer is grpc.StatusCode.DEADLINE_EXCEEDED
+            if calls and (is_unanswered or self._clock() >= until):
+                with self._changed:
+                    left = [
+                        (session, method, subject) for method, every in calls for subject in every
+                    ]
+                    self._cleanups.extendleft(reversed(left))
+                if not is_unanswered:
+                    session.link.wake()
+                return
 
     def _complain(self, message: str) -> None:
         """Say once per outage and cause why there is no session."""
@@ -645,29 +659,28 @@ class SessionKeeper:
 
 
 def _end_all(
-    session: Session, method: Literal["Release", "Abort"], ids: list[int], timeout_s: float
-) -> None:
-    """Release leases or abort reservations. The agent refuses a batch with one that it does not know (any more): then
-    each half by itself."""
+    session: Session, method: str, subjects: list[Any], timeout_s: float
+) -> grpc.StatusCode | None:
+    """Release leases, abort reservations or evict a chunk; None, or the status with which that failed."""
     try:
         if method == "Release":
-            session.stub.Release(
-                cache_pb2.ReleaseRequest(session_token=session.token, lease_ids=ids),
-                timeout=timeout_s,
-            )
+            released = cache_pb2.ReleaseRequest(session_token=session.token, lease_ids=subjects)
+            session.stub.Release(released, timeout=timeout_s)
+        elif method == "Abort":
+            aborted = cache_pb2.AbortRequest(session_token=session.token, reservation_ids=subjects)
+            session.stub.Abort(aborted, timeout=timeout_s)
         else:
-            session.stub.Abort(
-                cache_pb2.AbortRequest(session_token=session.token, reservation_ids=ids),
-                timeout=timeout_s,
-            )
+            ((namespace, chunk),) = subjects
+            evicted = admin_pb2.EvictRequest(namespace_digest=namespace, chunk_keys=[chunk])
+            session.admin.Evict(evicted, timeout=timeout_s)
     except grpc.RpcError as error:
-        if error.code() is not grpc.StatusCode.NOT_FOUND:
+        code: grpc.StatusCode = error.code()
+        if code is not grpc.StatusCode.NOT_FOUND:
             session.reason_of(method, error)
-        elif len(ids) > 1:
-            _end_all(session, method, ids[: len(ids) // 2], timeout_s)
-            _end_all(session, method, ids[len(ids) // 2 :], timeout_s)
+        return code
     except ValueError:
         pass  # the channel was closed meanwhile, and all went with the session
+    return None
 
 
 def _not_connected(message: str) -> ClientState:
