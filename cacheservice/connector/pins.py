@@ -39,8 +39,14 @@ class Pins:
         return self._num_pinned + num_blocks <= self.max_blocks
 
     def are_worth_waiting_for(self, now: float) -> bool:
-        """Whether blocks will come back so soon that waiting for them is cheaper than a preemption."""
-        return any(now - pinned_at < WORTH_WAITING_S for pinned_at in self._pinned_at.values())
+        """Whether blocks will come back so soon that waiting for them is cheaper than a preemption. A block that a
+        request holds as well does not come back with its pin."""
+        return any(
+            block.ref_cnt == 1
+            for save_id, pinned_at in self._pinned_at.items()
+            if now - pinned_at < WORTH_WAITING_S
+            for block in self._blocks_of[save_id]
+        )
 
     def pin(self, save_id: int, block_ids: Iterable[int], *, num_ranks: int, now: float) -> None:
         """Hold these blocks until `num_ranks` ranks reported `save_id`."""
