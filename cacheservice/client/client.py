@@ -118,10 +118,14 @@ class CacheClient:
         """How the client is connected now."""
         return self._keeper.state()
 
-    def open_namespace(self, spec: NamespaceSpec) -> None:
-        """Declare a namespace, now and in every later session. Blocks for one call at most; a missing agent is no
-        error."""
-        self._keeper.open_namespace(spec)
+    def open_namespace(self, spec: NamespaceSpec, *, deadline_s: float | None = None) -> bool:
+        """Declare a namespace, now and in every later session. Blocks for one call at most, of `deadline_s` (None =
+        `reserve_s`); a missing agent is no error.
+
+        False when there is a session and the agent did not open it: it is asked again with every ping, and until it
+        does, calls for this namespace are misses.
+        """
+        return self._keeper.open_namespace(spec, deadline_s)
 
     def release(self, lease_id: int) -> None:
         """Give a lookup's lease back without waiting. Unknown ones are ignored."""

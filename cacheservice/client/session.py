@@ -1,9 +1,9 @@
 """The client's connection to its agent: one thread that connects, keeps the session, and connects again.
 
-Invariants: a session becomes visible to other calls only when its data plane stands and all namespaces are open in
-it; it is never used again once it ended; everything that is queued (releases, aborts, outcomes) is bounded. The
-thread's inbox is the only way into it, so nothing here needs more than one lock. Called by `CacheClient`; moving
-bytes is left to the planes.
+Invariants: a session becomes visible to other calls only when its data plane stands and the agent was asked to open
+every namespace in it; what it refused then, or closed since, is asked for again with every ping. A session is never
+used again once it ended; everything that is queued (releases, aborts, outcomes) is bounded. The thread's inbox is the
+only way into it, so nothing here needs more than one lock. Called by `CacheClient`; moving bytes is left to the planes.
 
 Threads: the keeper's own; one reader per connection, since a synchronous gRPC stream can only be read by blocking;
 gRPC's.
@@ -90,6 +90,10 @@ class Session:
         self.epoch = welcome.epoch
         self.piece_bytes = welcome.checksum_piece_bytes
         self.plane: Plane = mapping_plane or self._stream_plane()
+        self.opened: set[NamespaceDigest] = set()
+        """Namespaces that the agent has open, as far as this client knows."""
+        self.refused: set[NamespaceDigest] = set()
+        """Namespaces that it did not open when it was asked last."""
         self._ended: Reason | None = None
         self._faults_logged: set[tuple[str, grpc.StatusCode]] = set()
 
@@ -127,10 +131,13 @@ class Session:
 
     def reason_of(self, method: str, error: grpc.RpcError) -> Reason:
         """Translate a failed call; what has no reason of its own is logged once per method and status."""
-        code, details = error.code(), error.details()
+        code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.UNAUTHENTICATED:
             self.end(Reason.LEASE_LOST)
             self.link.wake()
+        if code is grpc.StatusCode.NOT_FOUND and details.startswith("namespace "):
+            self._note_closed(details)
+            return Reason.NO_SPACE if method in _STORING else Reason.ABSENT
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             reason = Reason.NO_SPACE if method in _STORING else Reason.DEADLINE
         else:
@@ -147,6 +154,12 @@ class Session:
                 details,
             )
         return reason
+
+    def _note_closed(self, details: str) -> None:
+        """The agent closed an empty namespace to make room for another; with the next ping it is opened again."""
+        for digest in [d for d in self.opened.copy() if short_hex(d) in details]:
+            self.opened.discard(digest)
+            _log.info("the agent closed a namespace: namespace=%s", short_hex(digest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,13 +289,16 @@ class SessionKeeper:
         with self._changed:
             return self._changed.wait_for(lambda: self._session is not None, timeout_s)
 
-    def open_namespace(self, spec: NamespaceSpec) -> None:
-        """Remember `spec` for every session, and open it in the present one."""
+    def open_namespace(self, spec: NamespaceSpec, deadline_s: float | None = None) -> bool:
+        """Remember `spec` for every session, and open it in the present one within `deadline_s` (None = `reserve_s`).
+
+        False when there is a session and the agent did not open it: then the keeper goes on trying.
+        """
         with self._changed:
             self._namespaces[spec.digest] = spec
             session = self.session()
-        if session is not None:
-            self._open_in(session, spec)
+        timeout_s = self._deadlines.reserve_s if deadline_s is None else deadline_s
+        return session is None or self._open_in(session, spec, timeout_s) is None
 
     def num_groups(self, namespace: NamespaceDigest) -> int | None:
         """Groups of an opened namespace."""
@@ -441,22 +457,20 @@ class SessionKeeper:
         self, session: Session, welcome: cache_pb2.SessionWelcome, why_not_shared: str
     ) -> None:
         """Open every namespace, then let other calls see the session."""
-        opened: set[NamespaceDigest] = set()
+        asked: set[NamespaceDigest] = set()
         while True:
             with self._changed:
-                missing = [
-                    spec for digest, spec in self._namespaces.items() if digest not in opened
-                ]
+                missing = [spec for digest, spec in self._namespaces.items() if digest not in asked]
                 if not missing:
                     self._session = session
                     break
             for spec in missing:
-                reason = self._open_in(session, spec)
+                reason = self._open_in(session, spec, self._deadlines.reserve_s)
                 if reason in (Reason.AGENT_DOWN, Reason.DEADLINE, Reason.LEASE_LOST):
                     raise AgentUnavailable(
                         f"the agent at {self._target} went away while namespaces were opened"
                     )
-                opened.add(spec.digest)
+                asked.add(spec.digest)
         if why_not_shared:
             _log.warning(
                 "connected without shared memory: agent=%s why=%s", self._target, why_not_shared
@@ -482,7 +496,17 @@ class SessionKeeper:
                 self._session = None
             self._cleanups.clear()
 
-    def _open_in(self, session: Session, spec: NamespaceSpec) -> Reason | None:
+    def _open_missing(self, session: Session, timeout_s: float) -> None:
+        """Ask again for the namespaces that are not open, until the agent leaves one such call unanswered."""
+        with self._changed:
+            missing = [s for digest, s in self._namespaces.items() if digest not in session.opened]
+        for spec in missing:
+            if self._is_closed() or session.end_reason() is not None:
+                return
+            if self._open_in(session, spec, timeout_s) is Reason.DEADLINE:
+                return
+
+    def _open_in(self, session: Session, spec: NamespaceSpec, timeout_s: float) -> Reason | None:
         request = cache_pb2.OpenNamespaceRequest(
             session_token=session.token,
             namespace_digest=spec.digest,
@@ -495,14 +519,18 @@ class SessionKeeper:
                 for g in spec.groups
             ],
         )
-        answer = session.call("OpenNamespace", request, self._deadlines.reserve_s)
+        answer = session.call("OpenNamespace", request, timeout_s)
         if not isinstance(answer, Reason):
+            session.opened.add(spec.digest)
+            session.refused.discard(spec.digest)
             return None
         if answer not in (Reason.AGENT_DOWN, Reason.DEADLINE, Reason.LEASE_LOST):
-            _log.error(
-                "the agent does not open namespace=%s, so nothing of it is cached",
-                short_hex(spec.digest),
-            )
+            if spec.digest not in session.refused:
+                _log.error(
+                    "the agent does not open namespace=%s, so nothing of it is cached until it does",
+                    short_hex(spec.digest),
+                )
+            session.refused.add(spec.digest)
         return answer
 
     def _serve(self, session: Session, welcome: cache_pb2.SessionWelcome) -> str:
@@ -530,6 +558,7 @@ class SessionKeeper:
                     return f"the agent left a ping unanswered for {SILENCE_S:g} s"
                 self._ping(session.link, now)
                 next_ping_at = now + interval_s
+                self._open_missing(session, min(interval_s, self._deadlines.reserve_s))
             self._clean_up(session, until=next_ping_at)
         return "closed"
 
