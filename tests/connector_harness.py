@@ -177,7 +177,37 @@ class Harness:
             if until() if until is not None else not self.scheduler.has_requests():
                 return
             self.step()
-        raise AssertionError(f"not at rest after {limit} steps: {self.scheduler.requests.keys()}")
+        raise AssertionError(f"not at rest after {limit} steps: {self.describe()}")
+
+    def describe(self) -> str:
+        """Who waits for what, for a test that got stuck."""
+        lines = [f"{self.num_free_blocks} blocks free, {self.half._saves.num_pinned_blocks} pinned"]
+        for request in self.scheduler.requests.values():
+            tracked = self.half._tracked.get(request.request_id)
+            lines.append(
+                f"{request.request_id}: {request.status.name} tokens={request.num_tokens} computed="
+                f"{request.num_computed_tokens} blocks={len(self._table(request))} "
+                f"preempted={request.num_preemptions} "
+                f"banned={tracked.state.banned_from if tracked else None} load={tracked.state.load_id if tracked else None}"
+            )
+            lines.append(
+                f"    last answers: {[a for a in self.answers if a[0] == request.request_id][-4:]}"
+            )
+        scheduler = self.scheduler
+        lines.append(f"open loads: {self.half._open_loads}")
+        lines.append(f"waiting: {[r.request_id for r in scheduler.waiting]}")
+        lines.append(f"holding: {[r.request_id for r in scheduler.kv_holding_waiting]}")
+        lines.append(
+            f"received: {scheduler.finished_recving_kv_req_ids} "
+            f"failed: {scheduler.failed_recving_kv_req_ids}"
+        )
+        lines.append(f"reserving: {[r.request_id for r in scheduler._inflight_prefills]}")
+        return "\n".join(lines)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Free blocks of the pool."""
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def check_at_rest(self) -> None:
         """Nothing may be left behind when nothing runs."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -152,24 +154,36 @@ def test_what_is_there_of_a_hand_over_is_used_at_once():
     assert ask(state_of(codes=[0, 0, 1, 0, 0], hand_over=hand_over(), computed=128)).tokens == 64
 
 
+def test_after_a_failed_load_nothing_is_offered_until_a_preemption():
+    """A second asynchronous load of a request can make vLLM 0.32 stand still: see RequestState.must_recompute."""
+    state = state_of(codes=[1, 1, 1, 1, 1])
+    state.see_failed_load(2, Reason.CHECKSUM)
+    assert (ask(state).move, ask(state).tokens, ask(state).reason) == (
+        Move.ANSWER,
+        0,
+        Reason.BANNED,
+    )
+    state.see_tokens(state.keys, state.num_tokens, 1)
+    assert ask(state).move is Move.LOOK_UP
+
+
 def test_a_failed_chunk_is_not_offered_again():
     state = state_of(codes=[1, 1, 1, 1, 1])
     state.see_failed_load(2, Reason.CHECKSUM)
-    assert ask(state).move is Move.LOOK_UP
+    state.see_tokens(state.keys, state.num_tokens, 1)
     state.known = KnownPresence(bytes([1] * 5), 100.0, 7, 3)
     assert ask(state).tokens == 128
     state.computed_tokens = 128
     assert ask(state).reason is Reason.BANNED
 
 
-def test_a_chunk_that_was_gone_gets_one_more_try():
+def test_a_chunk_that_was_merely_gone_may_be_offered_after_a_preemption():
     state = state_of(codes=[1] * 5)
     state.see_failed_load(2, Reason.EVICTED)
-    assert state.banned_from is None
+    assert ask(state).tokens == 0
+    state.see_tokens(state.keys, state.num_tokens, 1)
     state.known = KnownPresence(bytes([1] * 5), 100.0, 7, 3)
     assert ask(state).tokens == 320
-    state.see_failed_load(2, Reason.EVICTED)
-    assert state.banned_from == 2
 
 
 def test_a_preemption_outdates_what_is_known_and_keeps_the_lease_for_the_next_lookup():
@@ -254,18 +268,17 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         self.num_gpu_blocks = size
-        self.blocks = list(range(size))
-        self.references = [0] * size
+        self.blocks = [SimpleNamespace(block_id=i, ref_cnt=0) for i in range(size)]
         self.freed: list[int] = []
 
     def touch(self, blocks):
         for block in blocks:
-            self.references[block] += 1
+            block.ref_cnt += 1
 
     def free_blocks(self, blocks):
         for block in blocks:
-            self.references[block] -= 1
-            self.freed.append(block)
+            block.ref_cnt -= 1
+            self.freed.append(block.block_id)
 
 
 def test_pins_end_when_all_ranks_reported():
@@ -276,7 +289,7 @@ def test_pins_end_when_all_ranks_reported():
     assert pins.has_room(7)
     assert not pins.has_room(8)
     assert not pins.report(1, 1)
-    assert pool.references[4] == 1
+    assert pool.blocks[4].ref_cnt == 1
     assert pins.report(1, 1)
     assert pool.freed == [5, 4, 3]
     assert not pins.report(1, 1)
@@ -289,3 +302,13 @@ def test_stuck_pins_are_not_worth_waiting_for():
     pins.pin(1, [3], num_ranks=1, now=0.0)
     assert pins.are_worth_waiting_for(0.1)
     assert not pins.are_worth_waiting_for(0.6)
+
+
+def test_blocks_that_a_request_holds_too_are_not_worth_waiting_for():
+    pool = Pool(40)
+    pool.touch(pool.blocks[3:5])
+    pins = Pins(pool)
+    pins.pin(1, [3, 4], num_ranks=1, now=0.0)
+    assert not pins.are_worth_waiting_for(0.1)
+    pool.free_blocks(pool.blocks[4:5])
+    assert pins.are_worth_waiting_for(0.1)

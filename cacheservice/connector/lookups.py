@@ -2,8 +2,9 @@
 
 Owns two small pools: one for lookups that come back at once, one for those that wait at the agent until something is
 stored; the second is bounded, and who finds no place in it asks again and again without waiting. A lookup that
-nobody wants any more gives its lease back when it arrives. Threads start with the first lookup, never at import or
-construction.
+nobody wants any more gives its lease back when it arrives, and one that was not answered the lease that it should have
+superseded. One that comes to its turn after its deadline is not asked. Threads start with the namespace or the first
+lookup, never at import or construction.
 
 Called by: scheduler.py, from the engine's scheduling thread only.
 """
@@ -17,7 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cacheservice.connector.pools import start_threads, submit_once
 from cacheservice.core.keys import ChunkKey, NamespaceDigest
+from cacheservice.core.outcomes import Reason
 
 if TYPE_CHECKING:
     from cacheservice.client.values import LookupAnswer, LookupWait
@@ -33,6 +36,8 @@ class LookupHandle:
     request_id: str
     done: threading.Event = field(default_factory=threading.Event)
     answer: LookupAnswer | None = None
+    failure: Reason = Reason.INTERNAL
+    """Why there is no answer, when there is none."""
     answered_at: float = 0.0
     """When the answer came, which may be long before anybody takes it: requests queue."""
     waits: bool = False
@@ -68,8 +73,13 @@ class Lookups:
         )
         self._is_closed = False
 
+    def start_threads(self) -> None:
+        """Make the threads of lookups that come back at once; those that wait are made as needed."""
+        start_threads(self._quick, NUM_QUICK_THREADS)
+
     def start(self, request_id: str, question: LookupQuestion) -> LookupHandle | None:
-        """Ask in the background. None when this one would wait and all waiting places are taken."""
+        """Ask in the background. None when this one would wait and all waiting places are taken; a handle without an
+        answer when there is no thread to ask with."""
         waits = question.wait_s > 0
         handle = LookupHandle(request_id, waits=waits)
         with self._lock:
@@ -77,7 +87,9 @@ class Lookups:
                 return None
             self._num_waiting += waits
         pool = self._waiting if waits else self._quick
-        pool.submit(self._run, handle, question)
+        if not submit_once(pool, self._run, handle, question, self._clock()):
+            self._give_back(question.superseded_lease)
+            self._end(handle)
         return handle
 
     def abandon(self, handle: LookupHandle) -> None:
@@ -85,8 +97,8 @@ class Lookups:
         with self._lock:
             handle.is_abandoned = True
             answer = handle.answer
-        if answer is not None and answer.lease_id:
-            self._client.release(answer.lease_id)
+        if answer is not None:
+            self._give_back(answer.lease_id)
 
     def close(self) -> None:
         """End the threads; the client must have been closed before, so that no call lasts. Idempotent."""
@@ -95,10 +107,13 @@ class Lookups:
         self._quick.shutdown(wait=True, cancel_futures=True)
         self._waiting.shutdown(wait=True, cancel_futures=True)
 
-    def _run(self, handle: LookupHandle, question: LookupQuestion) -> None:
+    def _run(self, handle: LookupHandle, question: LookupQuestion, started_at: float) -> None:
         try:
             answer = None
-            if not handle.is_abandoned:
+            left_s = question.deadline_s - (self._clock() - started_at)
+            if left_s <= 0:
+                handle.failure = Reason.DEADLINE
+            elif not handle.is_abandoned:
                 answer = self._client.lookup(
                     question.namespace,
                     question.chunks,
@@ -106,21 +121,31 @@ class Lookups:
                     superseded_lease=question.superseded_lease,
                     wait=question.wait,
                     wait_num_chunks=question.wait_num_chunks,
-                    wait_s=question.wait_s,
+                    wait_s=min(question.wait_s, left_s),
                     owner=question.owner,
-                    deadline_s=question.deadline_s,
+                    deadline_s=left_s,
                 )
+            if answer is None or answer.reason is not None:
+                # Perhaps the agent has ended it, perhaps not; a second release is ignored.
+                self._give_back(question.superseded_lease)
             with self._lock:
                 handle.answered_at = self._clock()
                 handle.answer = answer
                 give_back = handle.is_abandoned
-            if give_back and answer is not None and answer.lease_id:
-                self._client.release(answer.lease_id)
+            if give_back and answer is not None:
+                self._give_back(answer.lease_id)
         finally:
-            if handle.waits:
-                with self._lock:
-                    self._num_waiting -= 1
-            handle.done.set()
+            self._end(handle)
+
+    def _give_back(self, lease_id: int) -> None:
+        if lease_id:
+            self._client.release(lease_id)
+
+    def _end(self, handle: LookupHandle) -> None:
+        if handle.waits:
+            with self._lock:
+                self._num_waiting -= 1
+        handle.done.set()
 
 
 def wait_for(handle: LookupHandle, budget_s: float) -> float:

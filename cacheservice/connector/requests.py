@@ -101,8 +101,14 @@ class RequestState:
     last_wait_at: float | None = None
     banned_from: int | None = None
     """Chunks from this number on are not offered to this request again."""
-    may_refresh: bool = True
-    """A chunk that was gone at acquire is looked up once more before it is banned."""
+    must_recompute: bool = False
+    """A load of this request failed: nothing is offered to it until it is preempted.
+
+    vLLM 0.32 keeps such a request among those that it holds blocks back for (v1/core/sched/scheduler.py,
+    `_inflight_prefills`), so a second asynchronous load has to fit beside the request's own reservation. On a pool of
+    less than twice the prompt it never does, and the whole queue stands still behind it. Seen with two failed loads on
+    40 blocks.
+    """
     asked_at: float | None = None
     """Start of the question that is open; None when the last one ended."""
     computed_tokens: int = 0
@@ -119,6 +125,7 @@ class RequestState:
         """Note how long the request is now. More chunks, or a preemption, make what was known outdated."""
         if num_preemptions != self.num_preemptions or len(keys) > len(self.keys):
             self.forget_presence()
+            self.must_recompute &= num_preemptions == self.num_preemptions
             self.keys = list(keys)
             self.num_preemptions = num_preemptions
         self.num_tokens = num_tokens
@@ -149,10 +156,10 @@ class RequestState:
         self.failure = reason
 
     def see_failed_load(self, first_failed_chunk: int, reason: Reason) -> None:
-        """A load failed from this chunk on. Something gone at acquire gets one more try with fresh presence."""
+        """A load failed from this chunk on. What was merely gone at acquire is no reason to distrust the chunk."""
         self.forget_presence()
-        if reason is Reason.EVICTED and self.may_refresh:
-            self.may_refresh = False
+        self.must_recompute = True
+        if reason is Reason.EVICTED:
             return
         if self.banned_from is None or first_failed_chunk < self.banned_from:
             self.banned_from = first_failed_chunk
@@ -179,6 +186,8 @@ def decide(
     if computed >= num_chunks * tokens_per_chunk:
         return Decision(Move.ANSWER, Reason.LOCAL)
     if state.banned_from is not None and computed >= state.banned_from * tokens_per_chunk:
+        return Decision(Move.ANSWER, Reason.BANNED)
+    if state.must_recompute:
         return Decision(Move.ANSWER, Reason.BANNED)
 
     def hit(there: frozenset[Presence], codes: bytes) -> int:

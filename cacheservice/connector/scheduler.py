@@ -158,6 +158,8 @@ class SchedulerHalf:
         return True
 
     def _adopt(self, plan: NamespacePlan) -> None:
+        if self._plan is None:
+            self._lookups.start_threads()
         self._plan, self._plan_is_news = plan, True
         self._client.open_namespace(plan.spec)
 
@@ -501,12 +503,10 @@ class SchedulerHalf:
         answer = handle.answer
         if answer is None or answer.reason is not None:
             state.lookup = None
-            reason = (
-                answer.reason
-                if answer is not None and answer.reason is not None
-                else Reason.INTERNAL
-            )
-            state.see_failure(reason, self._clock())
+            reason = handle.failure if answer is None or answer.reason is None else answer.reason
+            # One that ran out while the request queued says nothing of now: the question asks again.
+            if tracked.was_asked or reason is not Reason.DEADLINE:
+                state.see_failure(reason, self._clock())
             return
         # A request can queue for minutes between its arrival and the first question; that answer is as old as it is.
         # Later ones count from when they are taken: steps may outlast presence, and must not ask for ever.

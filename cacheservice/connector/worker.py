@@ -28,6 +28,7 @@ from cacheservice.connector.metadata import (
 )  # fmt: skip
 from cacheservice.connector.namespace import NamespacePlan, RankFacts
 from cacheservice.connector.pages import GroupPages, PageRuns, ShardLayout
+from cacheservice.connector.pools import start_threads, submit_once
 from cacheservice.connector.stats import LarderStats, StatsRecorder
 from cacheservice.core.layout import GroupKind
 from cacheservice.core.outcomes import Outcome, OutcomeKind, Reason
@@ -78,6 +79,9 @@ class WorkerHalf:
         """Take a new namespace, if there is one."""
         if metadata.plan is None:
             return
+        if self._plan is None:
+            start_threads(self._loads, NUM_LOAD_THREADS)
+            start_threads(self._saves, NUM_SAVE_THREADS)
         self._plan = metadata.plan
         self._shards = tuple(
             self._shards_of(metadata.plan, g) for g in range(len(metadata.plan.groups))
@@ -85,14 +89,19 @@ class WorkerHalf:
         self._client.open_namespace(metadata.plan.spec)
 
     def start_loads(self, metadata: LarderMetadata) -> None:
-        """Begin the loads of this step; returns at once."""
+        """Begin the loads of this step; returns at once. One that finds no thread has failed."""
         for job in metadata.loads:
-            self._loads.submit(self._load, job, self._clock())
+            started = self._clock()
+            if not submit_once(self._loads, self._load, job, started):
+                self._end_load(job, job.first_chunk, Reason.INTERNAL, 0, started)
 
     def start_saves(self, metadata: LarderMetadata) -> None:
-        """Begin the saves of this step, whose forward pass is done; returns at once."""
+        """Begin the saves of this step, whose forward pass is done; returns at once. One that finds no thread is
+        reported as incomplete."""
         for job in metadata.saves:
-            self._saves.submit(self._save, job, self._clock())
+            started = self._clock()
+            if not submit_once(self._saves, self._save, job, started):
+                self._end_save(job, Reason.INTERNAL, 0, 0, started)
 
     def take_ended_loads(self) -> tuple[set[str], set[str]]:
         """Requests whose load has ended since the last call, and those of them whose load failed."""
@@ -145,6 +154,11 @@ class WorkerHalf:
         except Exception:
             logger.exception("load failed for a reason of our own request=%s", job.request_id)
             first_failed, reason, num_bytes = job.first_chunk, Reason.INTERNAL, 0
+        self._end_load(job, first_failed, reason, num_bytes, started)
+
+    def _end_load(
+        self, job: LoadJob, first_failed: int | None, reason: Reason, num_bytes: int, started: float
+    ) -> None:
         with self._lock:
             self._ended_loads[job.request_id] = (job, LoadReport(1, first_failed, reason))
         asked = job.stop_token - job.start_token
@@ -220,6 +234,11 @@ class WorkerHalf:
         except Exception:
             logger.exception("save failed for a reason of our own chunks=%d", len(job.chunks))
             reason, num_bytes, num_stored = Reason.INTERNAL, 0, 0
+        self._end_save(job, reason, num_bytes, num_stored, started)
+
+    def _end_save(
+        self, job: SaveJob, reason: Reason, num_bytes: int, num_stored: int, started: float
+    ) -> None:
         with self._lock:
             self._ended_saves[job.save_id] = SaveReport(1, reason in STORED)
         tokens = self._plan.tokens_per_chunk if self._plan is not None else 0
