@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import engines  # noqa: F401 - sets vLLM's environment
 import pytest
@@ -307,3 +308,21 @@ def test_outcomes_have_the_numbers_of_the_wire():
     for reason in Reason:
         assert cache_pb2.OutcomeReason.Value(f"OUTCOME_REASON_{reason.name}") == reason
     assert Outcome.__slots__
+
+
+@pytest.mark.parametrize("fault", ["no thread", "shut down"])
+def test_without_a_thread_a_load_has_failed_and_a_save_is_incomplete(fleet, fault):
+    cache = FakeCache()
+    source = fleet(cache, 1, (1,), fill=True)
+    half = source.halves[0]
+    half._loads.shutdown()
+    half._saves.shutdown()
+    if fault == "no thread":
+        half._loads = half._saves = SimpleNamespace(submit=refuse, shutdown=lambda **options: None)
+    assert source.save([3, 1, 4, 2]) == SaveReport(1, False)
+    assert source.load([1, 2, 3, 4], 0, 64) == LoadReport(1, 0, Reason.INTERNAL)
+    assert not cache.shards
+
+
+def refuse(*arguments):
+    raise RuntimeError("can't start new thread")
