@@ -6,21 +6,26 @@ import array
 import ctypes
 import errno
 import fcntl
+import itertools
 import mmap
 import os
+import selectors
 import socket
 import stat
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from agent_process import AgentProcess, a_namespace, local_agent, wait_until
+from agent_process import AgentProcess, a_namespace, http_get, local_agent, wait_until
 from agent_stub import StubSession, bytes_of, checksums, key_of, stub_session
 
 from cacheservice.agent.arena import build_arena, check_fits
 from cacheservice.agent.arena_socket import ANSWER, HELLO, MAGIC, VERSION, HandOverStatus
 from cacheservice.agent.serve import Agent
+from cacheservice.agent.sessions import Session
 from cacheservice.errors import ConfigError
 from cacheservice.v1 import cache_pb2
 
@@ -242,6 +247,113 @@ def test_connection_that_says_nothing_or_too_much_is_closed(
             )
         guest.close()
         wait_until(lambda: agent._counts().used_bytes == 0, what="the quarantine's end")
+
+
+def test_client_that_goes_on_writing_is_dismissed_once(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dismissed: list[Session] = []
+    dismiss = agent.registry.dismiss
+    monkeypatch.setattr(
+        agent.registry, "dismiss", lambda session: (dismissed.append(session), dismiss(session))
+    )
+    with stub_session(unix(agent), maps_arena=True) as session:
+        guest = Guest(agent.config.arena_socket, session.token)
+        # More than a socket's buffer holds: the agent reads it, though not at any price.
+        guest.socket.sendall(bytes(2**20))
+        assert len(dismissed) == 1
+        guest.close()
+        wait_until(lambda: not agent._arena_socket.num_connections, what="the connection's end")
+    assert len(dismissed) == 1
+
+
+def test_connection_that_fails_is_the_only_one_that_ends(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        stub_session(unix(agent), maps_arena=True) as unlucky,
+        stub_session(unix(agent), maps_arena=True) as later,
+    ):
+        guest = Guest(agent.config.arena_socket, unlucky.token)
+        unlucky.open(SPEC)
+        unlucky.reserve(SPEC, (key_of("unlucky"), 0, 0))
+        sockets = agent._arena_socket
+        read = sockets._read
+        num_failures = 0
+
+        def fail_once(connection: Any) -> None:
+            nonlocal num_failures
+            num_failures += 1
+            monkeypatch.setattr(sockets, "_read", read)
+            raise ZeroDivisionError("a bug")
+
+        monkeypatch.setattr(sockets, "_read", fail_once)
+        guest.socket.sendall(b"x")
+        wait_until(lambda: len(agent.registry.sessions()) == 1, what="the end of its session")
+        assert num_failures == 1
+        assert sockets.is_serving
+        with agent.guarded.reading() as store:
+            assert store.counts().quarantined_bytes >= SIZE, "its mapping may still be there"
+        other = Guest(agent.config.arena_socket, later.token)
+        assert other.status is HandOverStatus.OK
+        guest.close()
+        wait_until(lambda: agent._counts().used_bytes == 0, what="the quarantine's end")
+        other.close()
+
+
+def test_dead_thread_makes_the_agent_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with local_agent(http="127.0.0.1:0") as agent:
+        url = f"http://127.0.0.1:{agent.http_port}/healthz"
+        assert http_get(url)[0] == 200
+
+        def fail() -> None:
+            raise ZeroDivisionError("a bug")
+
+        monkeypatch.setattr(agent._arena_socket, "_serve_once", fail)
+        wait_until(lambda: http_get(url)[0] == 503, what="the bad health")
+
+
+def test_agent_without_descriptors_waits_and_serves_again(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener = agent._arena_socket._listener
+    assert listener is not None
+    tried_at: list[float] = []
+    has_descriptors = False
+
+    class Poor:
+        """The listener of a process that has no descriptor left."""
+
+        def accept(self) -> Any:
+            tried_at.append(time.monotonic())
+            if has_descriptors:
+                return listener.accept()
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        def fileno(self) -> int:
+            return listener.fileno()
+
+        def close(self) -> None:
+            listener.close()
+
+    pause_s = 0.3
+    monkeypatch.setattr("cacheservice.agent.arena_socket._ACCEPT_PAUSE_S", pause_s)
+    monkeypatch.setattr("cacheservice.agent.arena_socket._TICK_S", pause_s / 3)
+    poor = Poor()
+    sockets = agent._arena_socket
+    sockets._selector.unregister(listener)
+    monkeypatch.setattr(sockets, "_listener", poor)
+    sockets._selector.register(poor, selectors.EVENT_READ, None)
+    with stub_session(unix(agent), maps_arena=True) as session:
+        came = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        came.connect(str(agent.config.arena_socket))
+        wait_until(lambda: len(tried_at) >= 3, what="tries to accept")
+        assert min(b - a for a, b in itertools.pairwise(tried_at)) >= pause_s
+        has_descriptors = True
+        guest = Guest(agent.config.arena_socket, session.token)
+        assert guest.status is HandOverStatus.OK
+        guest.close()
+        came.close()
 
 
 def test_sockets_are_for_the_group_only_and_stale_ones_are_replaced() -> None:

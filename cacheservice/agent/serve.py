@@ -441,7 +441,7 @@ class Agent:
 
     def _pages(self) -> Pages:
         return Pages(
-            is_alive=lambda: not self._failed_part, why_not_ready=self._why_not_ready,
+            is_alive=lambda: not self._failed_part and self._arena_socket.is_serving, why_not_ready=self._why_not_ready,
             metrics=self._metrics.exposition, status=self._status_page,
         )  # fmt: skip
 
