@@ -22,12 +22,12 @@ from typing import Any
 
 import grpc
 
-from cacheservice.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
+from cacheservice.v1 import cache_pb2, cache_pb2_grpc
 
 MIB = 1024 * 1024
 
 
-class ScriptedAgent(cache_pb2_grpc.CacheServiceServicer, admin_pb2_grpc.AdminServiceServicer):
+class ScriptedAgent(cache_pb2_grpc.CacheServiceServicer):
     """Serves from `start` to `stop`. `script[method]` is called instead of the built-in answer, with the same
     arguments."""
 
@@ -50,7 +50,7 @@ class ScriptedAgent(cache_pb2_grpc.CacheServiceServicer, admin_pb2_grpc.AdminSer
         self.shards: dict[tuple[bytes, bytes, int, int], tuple[int, int, list[int]]] = {}
         self.released: list[int] = []
         self.aborted: list[int] = []
-        self.evicted: list[bytes] = []
+        self.corrupt: list[int] = []
         self.arena_connections: list[socket.socket] = []
         self.descriptor = os.memfd_create("scripted", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.descriptor, arena_bytes)
@@ -67,7 +67,6 @@ class ScriptedAgent(cache_pb2_grpc.CacheServiceServicer, admin_pb2_grpc.AdminSer
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, self.seals)
         self._server = grpc.server(futures.ThreadPoolExecutor(16))
         cache_pb2_grpc.add_CacheServiceServicer_to_server(self, self._server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(self, self._server)
         self._server.add_insecure_port(f"unix:{self.socket_dir / 'agent.sock'}")
         self._server.start()
         self._listener = socket.socket(socket.AF_UNIX)
@@ -210,6 +209,7 @@ class ScriptedAgent(cache_pb2_grpc.CacheServiceServicer, admin_pb2_grpc.AdminSer
 
     def _release(self, request: Any, context: Any) -> Any:
         self.released += request.lease_ids
+        self.corrupt += [report.position for report in request.corrupt]
         return cache_pb2.ReleaseResponse(held=[True] * len(request.lease_ids))
 
     def _read(self, request: Any, context: Any) -> Iterator[Any]:
@@ -230,10 +230,6 @@ class ScriptedAgent(cache_pb2_grpc.CacheServiceServicer, admin_pb2_grpc.AdminSer
             self.memory[at : at + len(request.payload)] = request.payload
             num_bytes += len(request.payload)
         return cache_pb2.WriteResponse(num_bytes=num_bytes)
-
-    def _evict(self, request: Any, context: Any) -> Any:
-        self.evicted += request.chunk_keys
-        return admin_pb2.EvictResponse(num_chunks=len(request.chunk_keys))
 
     def _hand_over(self) -> None:
         while not self._stopping.is_set():
@@ -261,6 +257,5 @@ _METHODS = frozenset(
         "Abort",
         "Read",
         "Write",
-        "Evict",
     )
 )

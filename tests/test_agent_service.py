@@ -526,6 +526,42 @@ def test_flipped_bit_is_seen_when_it_is_sent(agent: Agent, session: StubSession)
     assert session.cache.GetStatus(cache_pb2.GetStatusRequest()).used_bytes == 0
 
 
+def test_reader_that_maps_the_arena_has_wrong_bytes_looked_at_again(
+    agent: Agent, session: StubSession
+) -> None:
+    names = [(key_of("bit", n), 0, 0) for n in range(3)]
+    for key, _, _ in names:
+        session.store(SPEC, key, bytes_of(SIZE, key))
+    other = session.lookup(SPEC, [key for key, _, _ in names], take_lease=True)
+    lease, found = session.acquire(SPEC, *names)
+    agent.arena.view[found[1].extent.offset + SIZE - 1] ^= 4
+    gone, _ = session.acquire(SPEC, *names)
+    session.release(gone)
+    with pytest.raises(grpc.RpcError) as caught:
+        report(session, [lease], [(gone, 1)])
+    assert "lease_ids does not name" in status_of(caught.value)[1]
+    # The first is a lie, the last position was never asked for.
+    assert report(session, [lease], [(lease, 0), (lease, 1), (lease, 9)]) == [True]
+    assert list(session.lookup(SPEC, [key for key, _, _ in names]).presence) == [
+        Presence.READY_HERE,
+        Presence.ABSENT,
+        Presence.READY_HERE,
+    ]
+    assert session.store(SPEC, names[1][0], bytes_of(SIZE, "new")) == (
+        cache_pb2.COMMIT_RESULT_COMMITTED
+    ), "though a lookup's lease still holds the wrong bytes"
+    assert session.release(other.lease_id) == [True]
+
+
+def report(session: StubSession, leases: list[int], corrupt: list[tuple[int, int]]) -> list[bool]:
+    request = cache_pb2.ReleaseRequest(
+        session_token=session.token,
+        lease_ids=leases,
+        corrupt=[cache_pb2.LeasedPosition(lease_id=i, position=p) for i, p in corrupt],
+    )
+    return list(session.cache.Release(request, timeout=10).held)
+
+
 def test_calls_above_the_limit_of_sleepers_are_answered_at_once() -> None:
     with local_agent(max_calls=1) as agent, stub_session(unix(agent)) as session:
         session.open(SPEC)

@@ -372,6 +372,32 @@ def test_flipped_bit_is_a_miss_and_heals(agent: AgentProcess, connect: Any) -> N
     returns_to(agent, before)
 
 
+def test_flipped_bit_heals_while_a_lookup_leases_the_chunk(
+    agent: AgentProcess, connect: Any
+) -> None:
+    """As in an engine: the scheduler's half holds a lease of its lookup while the workers load."""
+    scheduler, worker = (
+        connect(agent, data_plane="none"),
+        connect(agent, data_plane="shared_memory"),
+    )
+    assert stored(worker, 1) is Reason.HIT
+    with AgentAdmin(agent.target) as admin:
+        offset = admin.shards(SPEC.digest, key(1))[0].extent.offset
+    worker._keeper.session().plane._mapping.view[offset] ^= 0x10
+    lookup = scheduler.lookup(SPEC.digest, [key(1)])
+    assert lookup.lease_id
+    read = read_of(1, MemorySink(bytearray(SHARD_BYTES)))
+    result = worker.retrieve(SPEC.digest, [read], lookup_lease=lookup.lease_id)
+    assert result[0].reason is Reason.CHECKSUM
+    assert scheduler.lookup(SPEC.digest, [key(1)]).of(0, 0) is Presence.ABSENT
+    result = worker.retrieve(SPEC.digest, [read], lookup_lease=lookup.lease_id)
+    assert result[0].reason is Reason.EVICTED
+    assert stored(worker, 1) is Reason.HIT
+    assert is_whole(worker, 1)
+    scheduler.release(lookup.lease_id)
+    wait_until(lambda: held(agent)["quarantined"] == 0, what="the wrong bytes are gone")
+
+
 def test_two_writers_of_one_chunk_end_well(agent: AgentProcess, connect: Any) -> None:
     """One writes, the other skips; a reader that waits for the chunk gets it."""
     first, second = connect(agent), connect(agent, data_plane="stream")

@@ -20,8 +20,9 @@ from cacheservice.agent.frames import build_read_frame, split_write_frame
 from cacheservice.agent.guarded_store import GuardedStore
 from cacheservice.agent.messages import MAX_FRAME_BYTES
 from cacheservice.agent.sessions import Session, SessionRegistry, StreamedRead, StreamedShard
-from cacheservice.core.keys import short_hex
+from cacheservice.core.keys import ChunkKey, short_hex
 from cacheservice.core.layout import CHECKSUM_PIECE_BYTES
+from cacheservice.core.store import ReadyShard
 from cacheservice.errors import Conflict, InvalidRequest, LeaseLost, OutOfExtent, UnknownObject
 
 _log = logging.getLogger(__name__)
@@ -104,6 +105,31 @@ class ByteStreams:
                 self._close(session, open_shards)
         return num_bytes
 
+    def look_again(self, session: Session, reports: Sequence[tuple[int, int]]) -> None:
+        """Drop the chunks of those (lease, position) whose bytes are wrong, as their reader says.
+
+        A reader is not believed. Its lease keeps the bytes in place while they are hashed; when it is gone afterwards,
+        nothing is said about them.
+        """
+        for lease_id, position in reports:
+            with self._guarded.reading() as store:
+                found = store.leased_shard(session.id, lease_id, position)
+            if found is None or self._has_checksums(found):
+                continue
+            with self._guarded.changing() as store:
+                chunk = store.drop_corrupt_leased(session.id, lease_id, position)
+            if chunk is not None:
+                _log_corrupt(chunk)
+
+    def _has_checksums(self, found: ReadyShard) -> bool:
+        view = self._arena.view
+        stop = found.offset + found.length
+        starts = range(found.offset, stop, CHECKSUM_PIECE_BYTES)
+        return all(
+            xxhash.xxh3_64_intdigest(view[at : min(at + CHECKSUM_PIECE_BYTES, stop)]) == expected
+            for at, expected in zip(starts, found.checksums, strict=True)
+        )
+
     def _open(self, session: Session, reservation_id: int) -> tuple[int, int, StreamedShard]:
         with self._guarded.reading() as store:
             streamed = session.streamed.get(reservation_id)
@@ -129,9 +155,7 @@ class ByteStreams:
         """The bytes are not those of the commit: the reader will see it, and nobody is to be given them again."""
         with self._guarded.changing() as store:
             store.drop_corrupt(read.namespace, read.chunk)
-        _log.error(
-            "bytes changed in the arena; the chunk is dropped chunk=%s", short_hex(read.chunk)
-        )
+        _log_corrupt(read.chunk)
 
     def _check_lease(self, session: Session, lease_id: int) -> None:
         now_s = self._guarded.clock()
@@ -144,6 +168,10 @@ class ByteStreams:
             raise LeaseLost(
                 "the lease ran out while its bytes were read; what came is worthless: acquire again"
             )
+
+
+def _log_corrupt(chunk: ChunkKey) -> None:
+    _log.error("bytes changed in the arena; the chunk is dropped chunk=%s", short_hex(chunk))
 
 
 def _is_right(frame: bytes, at: int, length: int, shard_bytes: int, read: StreamedRead) -> bool:

@@ -24,6 +24,8 @@ PROTOCOL_VERSION = 1
 MAX_KEYS = 4096
 MAX_SHARDS = 16384
 MAX_LEASES = 4096
+MAX_CORRUPT = 64
+"""Shards that one Release has looked at again: a reader may cost the agent that much hashing."""
 MAX_FRAME_BYTES = 2**20
 MAX_DESCRIPTION_BYTES = 64 * 1024
 MAX_OUTCOMES = 256

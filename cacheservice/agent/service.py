@@ -20,6 +20,7 @@ from cacheservice.agent.byte_streams import ByteStreams
 from cacheservice.agent.guarded_store import GuardedStore
 from cacheservice.agent.lookups import Lookups, Wait
 from cacheservice.agent.messages import (
+    MAX_CORRUPT,
     MAX_KEYS,
     MAX_LEASES,
     MAX_SHARDS,
@@ -206,6 +207,15 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         session = self._registry.live(request.session_token)
         check_count("lease_ids", len(request.lease_ids), MAX_LEASES)
         check_distinct("lease_ids", request.lease_ids, len(request.lease_ids))
+        check_count("corrupt", len(request.corrupt), MAX_CORRUPT)
+        given_back = set(request.lease_ids)
+        for number, report in enumerate(request.corrupt):
+            if report.lease_id not in given_back:
+                raise InvalidRequest(
+                    f"corrupt[{number}].lease_id is {report.lease_id}, which lease_ids does not name"
+                )
+        # Before the release: the bytes stay in place only as long as the lease.
+        self._byte_streams.look_again(session, [(r.lease_id, r.position) for r in request.corrupt])
         with self._guarded.changing() as store:
             held = store.release(session.id, list(request.lease_ids), self._guarded.clock())
             for lease_id in request.lease_ids:

@@ -45,6 +45,7 @@ MAX_LOOKUP_KEYS = 4096
 MAX_SHARDS_PER_CALL = 16_384
 MAX_LOOKUP_WAIT_S = 5.0
 MAX_ACQUIRE_WAIT_S = 60.0
+MAX_CORRUPT_PER_RELEASE = 64
 MAX_CHECKSUMS_PER_COMMIT = 131_072
 """Keeps a commit of large shards near 1 MiB, well below the message limit of any gRPC server."""
 
@@ -412,7 +413,8 @@ class CacheClient:
         finally:
             if call is not None:
                 call.cancel()
-            worth = self._give_back(session, lease_id, deadline) if lease_id else None
+            corrupt = [p for p, reason in enumerate(results) if reason is Reason.CHECKSUM]
+            worth = self._give_back(session, lease_id, corrupt, deadline) if lease_id else None
         for position, read in enumerate(reads):
             reason = results[position]
             if reason is None:
@@ -421,10 +423,9 @@ class CacheClient:
                 results[position] = worth or Reason.INTERNAL
             elif reason is Reason.CHECKSUM:
                 _log.error(
-                    "bytes are not what was stored, the chunk is dropped: chunk=%s group=%s shard=%s",
+                    "bytes are not what was stored, the agent is told: chunk=%s group=%s shard=%s",
                     short_hex(read.chunk), read.group, read.shard,
                 )  # fmt: skip
-                self._keeper.evict_later(session, namespace, read.chunk)
         return [reason or Reason.INTERNAL for reason in results]
 
     def _take_acquired(
@@ -465,9 +466,21 @@ class CacheClient:
             for leased_read, reason in zip(leased, outcomes, strict=True):
                 results[leased_read.position] = reason
 
-    def _give_back(self, session: Session, lease_id: int, deadline: Deadline) -> Reason:
-        """Release the lease; HIT when it held throughout, else what everything read under it is."""
-        request = cache_pb2.ReleaseRequest(session_token=session.token, lease_ids=[lease_id])
+    def _give_back(
+        self, session: Session, lease_id: int, corrupt: Sequence[int], deadline: Deadline
+    ) -> Reason:
+        """Release the lease; HIT when it held throughout, else what everything read under it is.
+
+        The agent looks again at the positions in `corrupt`, and drops what is wrong so that it can be stored anew.
+        """
+        request = cache_pb2.ReleaseRequest(
+            session_token=session.token,
+            lease_ids=[lease_id],
+            corrupt=[
+                cache_pb2.LeasedPosition(lease_id=lease_id, position=position)
+                for position in corrupt[:MAX_CORRUPT_PER_RELEASE]
+            ],
+        )
         answer = session.call("Release", request, deadline.left_s(self._deadlines.commit_s))
         if isinstance(answer, Reason):
             self._keeper.release_later(session, lease_id)

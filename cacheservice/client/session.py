@@ -42,7 +42,7 @@ from cacheservice.core.keys import NamespaceDigest, short_hex
 from cacheservice.core.layout import NamespaceSpec
 from cacheservice.core.outcomes import Outcome, Reason
 from cacheservice.errors import AgentRejected, AgentUnavailable, LarderError
-from cacheservice.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
+from cacheservice.v1 import cache_pb2, cache_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +85,6 @@ class Session:
         """`mapping_plane` is None where bytes are streamed."""
         self.link = link
         self.stub: Any = cache_pb2_grpc.CacheServiceStub(link.channel)
-        self.admin: Any = admin_pb2_grpc.AdminServiceStub(link.channel)
         self.token = welcome.session_token
         self.epoch = welcome.epoch
         self.piece_bytes = welcome.checksum_piece_bytes
@@ -114,16 +113,14 @@ class Session:
         if self._ended is None:
             self._ended = reason
 
-    def call(
-        self, method: str, request: object, timeout_s: float, *, stub: Any = None
-    ) -> Any | Reason:
+    def call(self, method: str, request: object, timeout_s: float) -> Any | Reason:
         """The answer of a unary call, or why there is none; ends within `timeout_s`."""
         if (ended := self.end_reason()) is not None:
             return ended
         if timeout_s <= 0.0:
             return Reason.DEADLINE
         try:
-            return getattr(stub or self.stub, method)(request, timeout=timeout_s)
+            return getattr(self.stub, method)(request, timeout=timeout_s)
         except grpc.RpcError as error:
             return self.reason_of(method, error)
         except ValueError:  # gRPC's word for a channel that was closed meanwhile
@@ -242,7 +239,7 @@ class SessionKeeper:
         self._state = _not_connected("not started")
         self._outcomes: deque[Outcome] = deque()
         self._num_dropped_outcomes = 0
-        self._cleanups: deque[tuple[Session, str, object]] = deque()
+        self._cleanups: deque[tuple[Session, str, int]] = deque()
         # Of the keeper's thread alone.
         self._unanswered: deque[tuple[float, list[Outcome]]] = deque()
         self._last_complaint = ""
@@ -320,11 +317,7 @@ class SessionKeeper:
         for reservation_id in reservation_ids:
             self._queue_cleanup(session, "Abort", reservation_id)
 
-    def evict_later(self, session: Session, namespace: bytes, chunk: bytes) -> None:
-        """Ask the agent to drop a chunk whose bytes are not what was written, so that it can be stored anew."""
-        self._queue_cleanup(session, "Evict", (namespace, chunk))
-
-    def _queue_cleanup(self, session: Session, method: str, subject: object) -> None:
+    def _queue_cleanup(self, session: Session, method: str, subject: int) -> None:
         with self._changed:
             if session.end_reason() is not None or len(self._cleanups) >= MAX_QUEUED_IDS:
                 return  # the agent frees it with the session or by its TTL
@@ -623,7 +616,7 @@ class SessionKeeper:
             self._num_dropped_outcomes += 1
 
     def _clean_up(self, session: Session, *, until: float) -> None:
-        """Release, abort and evict what was queued, up to the time `until`, when the next ping is due.
+        """Release and abort what was queued, up to the time `until`, when the next ping is due.
 
         Stops at the first call that the agent leaves unanswered: the next one would take as long. What was not tried is
         for the next round; what was tried and failed is left to the agent's time limits.
@@ -631,12 +624,10 @@ class SessionKeeper:
         with self._changed:
             queued = [(method, subject) for s, method, subject in self._cleanups if s is session]
             self._cleanups.clear()
-        calls: deque[tuple[str, list[Any]]] = deque()
+        calls: deque[tuple[str, list[int]]] = deque()
         for method in ("Release", "Abort"):
             ids = [subject for m, subject in queued if m == method]
             calls.extend((method, batch) for batch in _batches(ids, MAX_IDS_PER_CALL))
-        evicted = dict.fromkeys(subject for method, subject in queued if method == "Evict")
-        calls.extend(("Evict", [subject]) for subject in evicted)
         while calls and not self._is_closed() and session.end_reason() is None:
             method, subjects = calls.popleft()
             answer = _end_all(session, method, subjects, self._deadlines.commit_s)
@@ -688,20 +679,16 @@ class SessionKeeper:
 
 
 def _end_all(
-    session: Session, method: str, subjects: list[Any], timeout_s: float
+    session: Session, method: str, subjects: list[int], timeout_s: float
 ) -> grpc.StatusCode | None:
-    """Release leases, abort reservations or evict a chunk; None, or the status with which that failed."""
+    """Release leases or abort reservations; None, or the status with which that failed."""
     try:
         if method == "Release":
             released = cache_pb2.ReleaseRequest(session_token=session.token, lease_ids=subjects)
             session.stub.Release(released, timeout=timeout_s)
-        elif method == "Abort":
+        else:
             aborted = cache_pb2.AbortRequest(session_token=session.token, reservation_ids=subjects)
             session.stub.Abort(aborted, timeout=timeout_s)
-        else:
-            ((namespace, chunk),) = subjects
-            evicted = admin_pb2.EvictRequest(namespace_digest=namespace, chunk_keys=[chunk])
-            session.admin.Evict(evicted, timeout=timeout_s)
     except grpc.RpcError as error:
         code: grpc.StatusCode = error.code()
         if code is not grpc.StatusCode.NOT_FOUND:

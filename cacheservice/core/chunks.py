@@ -186,8 +186,8 @@ class Lease:
         """Each entry is pinned once by this lease: a list for lookups (quick to make), a dictionary for acquires
         (they grow).
         """
-        self.shards: dict[int, tuple[int, int]] = {}
-        """Offset and length by position in the acquire."""
+        self.shards: dict[int, tuple[int, int, Chunk, int]] = {}
+        """Offset, length, chunk and bit by position in the acquire."""
         self.expires_at_s = expires_at_s
         self.is_lookup = is_lookup
 

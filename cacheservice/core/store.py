@@ -549,7 +549,33 @@ class Store:
         found = lease.shards.get(position)
         if found is None:
             raise UnknownObject(f"lease {lease_id} has no ready shard at position {position}")
-        return found
+        return found[:2]
+
+    def leased_shard(self, session: SessionId, lease_id: int, position: int) -> ReadyShard | None:
+        """What `acquire` answered at `position`; None when there was nothing, or the lease is gone."""
+        found = self._leased(session, lease_id, position)
+        if found is None:
+            return None
+        offset, length, chunk, bit = found
+        slot = chunk.slots[bit]
+        assert isinstance(slot, Shard), "a leased shard is gone"
+        return ReadyShard(offset, length, slot.piece_checksums(), slot.is_remote)
+
+    def drop_corrupt_leased(
+        self, session: SessionId, lease_id: int, position: int
+    ) -> ChunkKey | None:
+        """As `drop_corrupt`, for a chunk whose bytes the caller saw to be wrong while the lease kept them in place.
+
+        Returns the chunk; None when the lease is gone meanwhile (then others may have written there) or the chunk was
+        dropped before.
+        """
+        found = self._leased(session, lease_id, position)
+        if found is None or found[2].is_doomed:
+            return None
+        chunk = found[2]
+        key = ChunkKey(chunk.key)
+        self.drop_corrupt(chunk.namespace.spec.digest, key)
+        return key
 
     # Stores
 
@@ -921,6 +947,13 @@ class Store:
             ):
                 return found
 
+    def _leased(
+        self, session: SessionId, lease_id: int, position: int
+    ) -> tuple[int, int, Chunk, int] | None:
+        owner = self._sessions.get(session)
+        lease = owner.leases.get(lease_id) if owner is not None else None
+        return None if lease is None else lease.shards.get(position)
+
     def _touch(self, namespace: Namespace) -> None:
         self._uses += 1
         namespace.used_at = self._uses
@@ -960,7 +993,7 @@ class Store:
                     leased[chunk] = None
                     chunk.pins += 1
                 offset, length = slot.extent.offset, groups[group].shard_bytes
-                lease.shards[position] = (offset, length)
+                lease.shards[position] = (offset, length, chunk, bit)
                 found = ReadyShard(offset, length, slot.piece_checksums(), slot.is_remote)
                 ready.append((position, found))
             else:

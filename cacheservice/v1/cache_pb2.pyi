@@ -383,13 +383,23 @@ class AcquireResponse(_message.Message):
     shards: _containers.RepeatedCompositeFieldContainer[AcquiredShard]
     def __init__(self, lease_id: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ..., epoch: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[AcquiredShard, _Mapping]]] = ...) -> None: ...
 
+class LeasedPosition(_message.Message):
+    __slots__ = ("lease_id", "position")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    position: int
+    def __init__(self, lease_id: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
+
 class ReleaseRequest(_message.Message):
-    __slots__ = ("session_token", "lease_ids")
+    __slots__ = ("session_token", "lease_ids", "corrupt")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     lease_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_token: _Optional[bytes] = ..., lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    corrupt: _containers.RepeatedCompositeFieldContainer[LeasedPosition]
+    def __init__(self, session_token: _Optional[bytes] = ..., lease_ids: _Optional[_Iterable[int]] = ..., corrupt: _Optional[_Iterable[_Union[LeasedPosition, _Mapping]]] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ("held",)
