@@ -35,8 +35,14 @@ from cacheservice.client import (
     TlsFiles,
 )
 from cacheservice.client.copy import piece_checksum
-from cacheservice.client.plane import LeasedRead
-from cacheservice.client.stream import _IncomingRange, split_read_response, write_header
+from cacheservice.client.deadlines import Deadline, Watch
+from cacheservice.client.plane import LeasedRead, ReservedWrite
+from cacheservice.client.stream import (
+    StreamPlane,
+    _IncomingRange,
+    split_read_response,
+    write_header,
+)
 from cacheservice.core.keys import ChunkKey, short_hex
 from cacheservice.core.layout import GroupShape, build_namespace
 from cacheservice.core.outcomes import Outcome, OutcomeKind, Presence, Reason
@@ -438,16 +444,54 @@ def test_store_that_is_given_up_is_aborted(
 ) -> None:
     client = connect(data_plane=data_plane)
     source = SlowSource(lambda piece: None)
-    results = client.store(
-        SPEC.digest,
-        [write_of(0, source), write_of(1, source)],
-        give_up=lambda: source.num_pieces >= after_pieces,
-    )
+    threads: set[threading.Thread] = set()
+
+    def give_up() -> bool:
+        threads.add(threading.current_thread())
+        return source.num_pieces >= after_pieces
+
+    writes = [write_of(0, source), write_of(1, source)]
+    results = client.store(SPEC.digest, writes, give_up=give_up)
+    assert threads == {threading.current_thread()}, "the caller is asked in its own thread only"
     assert [r.reason for r in results] == [Reason.CANCELLED] * 2
     assert source.num_pieces == after_pieces
     assert agent.num_calls["Commit"] == 0
     if agent.num_calls["Reserve"]:
         until(lambda: len(agent.aborted) == 2, "both reservations aborted")
+
+
+def test_store_is_given_up_while_the_agent_takes_no_frames(
+    agent: ScriptedAgent, connect: Any
+) -> None:
+    client = connect(data_plane="stream")
+    taking_none, over = threading.Event(), threading.Event()
+
+    def take_none(requests: Any, context: Any, built_in: Any) -> Any:
+        taking_none.set()
+        over.wait(20)
+        return cache_pb2.WriteResponse()
+
+    agent.script["Write"] = take_none
+    try:
+        writes = [write_of(n) for n in range(8)]
+        results = client.store(SPEC.digest, writes, deadline_s=20, give_up=taking_none.is_set)
+        assert {r.reason for r in results} == {Reason.CANCELLED}
+    finally:
+        over.set()
+
+
+def test_channel_that_was_closed_meanwhile_is_no_agent() -> None:
+    channel = grpc.insecure_channel("unix:/nowhere")
+    plane = StreamPlane(
+        channel, session_token=b"t" * 16, piece_bytes=MIB, reason_of=lambda *_: Reason.INTERNAL
+    )
+    channel.close()
+    deadline = Deadline(time.monotonic, 10)
+    watch = Watch(deadline, end_of_session=lambda: None)
+    written = plane.write([ReservedWrite(write_of(0), 1, 0)], watch=watch, deadline=deadline)
+    read = LeasedRead(read_of(0, bytearray(SHARD_BYTES)), 0, 0, None)
+    assert written == [Reason.AGENT_DOWN]
+    assert plane.read(1, [read], watch=watch, deadline=deadline) == [Reason.AGENT_DOWN]
 
 
 @pytest.mark.parametrize("data_plane", ["shared_memory", "stream"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -28,6 +29,9 @@ _log = logging.getLogger(__name__)
 # Field number << 3 | wire type.
 _WRITE_TOKEN, _WRITE_RESERVATION, _WRITE_START, _WRITE_PAYLOAD = 0x0A, 0x10, 0x18, 0x22
 _READ_RANGE_INDEX, _READ_START, _READ_PAYLOAD = 0x08, 0x10, 0x1A
+
+_POLL_S = 0.05
+"""How often a call that waits for the agent asks whether it may go on."""
 
 # CPython allows to fill a bytes object that nobody else has seen yet (C API, PyBytes_FromStringAndSize).
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
@@ -65,20 +69,29 @@ class StreamPlane:
     ) -> list[tuple[int, ...] | Reason]:
         """See `Plane`. All shards travel in one call; when it fails, none is all there."""
         results: list[tuple[int, ...] | Reason] = [Reason.INTERNAL] * len(shards)
-        # gRPC gathers in a thread of its own, which may be at work when the call has ended.
-        gathering, is_over = threading.Lock(), threading.Event()
-        frames = self._frames(shards, results, watch, gathering, is_over)
-        # Not the blocking form: it waits past its deadline, for ever, when an agent stops taking frames.
-        call = self._write.future(frames, timeout=deadline.left_s())
+        outbox = _Outbox()
         try:
-            response = call.result()
+            # Not the blocking form: it waits past its deadline, for ever, when an agent stops taking frames.
+            call = self._write.future(outbox, timeout=deadline.left_s())
+        except ValueError:  # gRPC's word for a channel that was closed meanwhile
+            return [watch.stopped or Reason.AGENT_DOWN] * len(shards)
+        call.add_done_callback(lambda _: outbox.close())
+        try:
+            for frame in self._frames(shards, results, watch):
+                if not outbox.put(frame, watch):
+                    break
+            outbox.end()
+            while (response := _answer_within(call, _POLL_S)) is None:
+                if not watch.may_go_on():
+                    break
         except grpc.RpcError as error:
             reason = watch.stopped or self._reason_of("Write", error)
             return [reason] * len(shards)
         finally:
+            outbox.close()
             call.cancel()
-            with gathering:
-                is_over.set()
+        if response is None:
+            return [watch.stopped or Reason.INTERNAL] * len(shards)
         sent = sum(
             shard.write.size_bytes
             for shard, result in zip(shards, results, strict=True)
@@ -109,7 +122,11 @@ class StreamPlane:
                 for r in incoming
             ],
         )
-        call = self._read(request, timeout=deadline.left_s())
+        try:
+            call = self._read(request, timeout=deadline.left_s())
+        except ValueError:  # gRPC's word for a channel that was closed meanwhile
+            unfinished = watch.stopped or Reason.AGENT_DOWN
+            return [unfinished if r.result is None else r.result for r in every]
         try:
             for frame in call:
                 if not watch.may_go_on():
@@ -137,12 +154,10 @@ class StreamPlane:
         shards: Sequence[ReservedWrite],
         results: list[tuple[int, ...] | Reason],
         watch: Watch,
-        gathering: threading.Lock,
-        is_over: threading.Event,
     ) -> Iterator[bytes]:
         """Frames of all shards, one per piece, noting each shard's checksums. Ends early when there is a reason to.
 
-        Sources are read under `gathering`, and not at all once `is_over`.
+        For the thread of the call: asks the watch, and reads sources.
         """
         token: bytes | None = self._token
         for index, shard in enumerate(shards):
@@ -157,10 +172,7 @@ class StreamPlane:
                 address = address_of_bytes(frame)
                 ctypes.memmove(address, header, len(header))
                 try:
-                    with gathering:
-                        if is_over.is_set():
-                            return
-                        shard.write.source.gather(start, stop, address + len(header))
+                    shard.write.source.gather(start, stop, address + len(header))
                 except Exception:  # noqa: BLE001 - the caller's source may raise anything; the store is then skipped
                     _log.exception(
                         "a page source failed, its shard and those after it are not stored"
@@ -170,6 +182,71 @@ class StreamPlane:
                 token = None
                 yield frame
             results[index] = tuple(checksums)
+
+
+class _Outbox:
+    """Frames on their way from the thread of the call, which gathers them, to the thread with which gRPC sends them.
+
+    Bounded: gathering stays one frame ahead of sending. An iterator for gRPC, `put` and `end` for the call, `close` for
+    both.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._frames: deque[bytes] = deque()
+        self._is_complete = False
+        self._is_closed = False
+
+    def put(self, frame: bytes, watch: Watch) -> bool:
+        """Wait for room; False when the call ended or there is a reason to stop, then `frame` is dropped."""
+        while True:
+            with self._changed:
+                if not self._is_closed and self._frames:
+                    self._changed.wait(_POLL_S)
+                if self._is_closed:
+                    return False
+                if not self._frames:
+                    self._frames.append(frame)
+                    self._changed.notify_all()
+                    return True
+            if not watch.may_go_on():  # not under the lock, since it asks the caller
+                return False
+
+    def end(self) -> None:
+        """All frames were put."""
+        with self._changed:
+            self._is_complete = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """The call is over: nothing is taken and nothing is given any more. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._frames.clear()
+            self._changed.notify_all()
+
+    def __iter__(self) -> Iterator[bytes]:
+        """See the class."""
+        return self
+
+    def __next__(self) -> bytes:
+        """The next frame; ends when there is none to come."""
+        with self._changed:
+            while not (self._frames or self._is_complete or self._is_closed):
+                self._changed.wait()
+            if not self._frames:
+                raise StopIteration
+            self._changed.notify_all()
+            return self._frames.popleft()
+
+
+def _answer_within(call: Any, timeout_s: float) -> cache_pb2.WriteResponse | None:
+    """The answer of `call`, None when there is none yet; raises RpcError when it failed."""
+    try:
+        response: cache_pb2.WriteResponse = call.result(timeout=timeout_s)
+    except grpc.FutureTimeoutError:
+        return None
+    return response
 
 
 class _IncomingRange:
