@@ -188,7 +188,8 @@ class Harness:
                 f"{request.request_id}: {request.status.name} tokens={request.num_tokens} computed="
                 f"{request.num_computed_tokens} blocks={len(self._table(request))} "
                 f"preempted={request.num_preemptions} "
-                f"banned={tracked.state.banned_from if tracked else None} load={tracked.state.load_id if tracked else None}"
+                f"banned={tracked.state.banned_from if tracked else None} "
+                f"load={tracked.state.load_id if tracked else None}"
             )
             lines.append(
                 f"    last answers: {[a for a in self.answers if a[0] == request.request_id][-4:]}"
