@@ -304,6 +304,8 @@ def test_hand_over_without_an_owner_finds_what_is_announced_late(pair: Pair) -> 
         assert list(asked.result().presence) == [ELSEWHERE]
 
 
+# What a busy machine of two cores may add to a deadline before all threads of three processes ran.
+SCHEDULING_S = 10.0
 BIG = a_namespace(shard_bytes=(12 * 2**20,), name="big")
 
 
@@ -362,12 +364,12 @@ def test_owner_lost_while_it_is_pulled_from_is_a_miss_in_time(
         # The connection stands; stopped, the owner can't be quicker than the fault.
         owner.pause()
         deadline_ms = 3000
+        allowed_s = deadline_ms / 1000 * 1.1 + SCHEDULING_S
         request = here.acquire_request(BIG, (key, 0, 0), deadline_ms=deadline_ms)
         with ThreadPoolExecutor(1) as pool:
-            # The client's own deadline is the oracle: the agent must answer 10 % after its own at the latest.
-            asked = pool.submit(
-                lambda: list(here.cache.Acquire(request, timeout=deadline_ms / 1000 * 1.1))
-            )
+            # The client's own deadline is the oracle: the agent must answer 10 % after its own at the latest, and when
+            # the machine lets it.
+            asked = pool.submit(lambda: list(here.cache.Acquire(request, timeout=allowed_s)))
             wait_until(lambda: reader.counters()["pending_bytes"], what="the pull")
             if fault == "killed":
                 owner.kill()
