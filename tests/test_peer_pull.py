@@ -13,7 +13,9 @@ from agent_stub import StubSession, bytes_of, checksums, key_of, stub_session
 from redis_server import RedisServer
 
 from cacheservice.agent.serve import Agent
+from cacheservice.client import CacheClient
 from cacheservice.core.keys import ChunkKey
+from cacheservice.core.layout import NamespaceSpec
 from cacheservice.core.outcomes import Presence
 from cacheservice.index.memory import MemoryIndex, MemoryIndexStore
 from cacheservice.v1 import admin_pb2, cache_pb2
@@ -292,6 +294,57 @@ def test_hand_over_of_an_owner_that_is_gone_does_not_wait(pair: Pair) -> None:
             owner_node=node, owner_epoch=epoch,
         )  # fmt: skip
         assert list(answer.presence) == [Presence.ABSENT]
+
+
+def test_owner_that_opens_nothing_costs_what_the_caller_has_left_and_is_asked_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = a_namespace(shard_bytes=(1000,), name="opened late")
+    for session in (pair.there, pair.here):
+        session.open(spec)
+    pair.there.store(spec, key_of("late"), bytes_of(1000, "late"))
+    wait_until(
+        lambda: list(pair.here.lookup(spec, [key_of("late")]).presence) == [ELSEWHERE],
+        what="the announcement",
+    )
+    # The peer's client is connected from here on.
+    key, _ = pair.store_there("first")
+    pair.here.acquire(SPEC, (key, 0, 0), deadline_ms=10_000)
+    asked: list[float] = []
+    open_namespace = CacheClient.open_namespace
+
+    def fail_at_first(
+        client: CacheClient, spec: NamespaceSpec, *, deadline_s: float | None = None
+    ) -> bool:
+        assert deadline_s is not None
+        asked.append(deadline_s)
+        return len(asked) > 2 and open_namespace(client, spec, deadline_s=deadline_s)
+
+    monkeypatch.setattr(CacheClient, "open_namespace", fail_at_first)
+    for _ in range(2):
+        pair.reader._pulls.ask_owner(
+            spec, [key_of("late")], node=pair.there.ping().node_number, epoch=pair.owner.epoch, wait_s=0.5
+        )  # fmt: skip
+    assert len(asked) == 2
+    assert max(asked) <= 0.5
+    lease, found = pair.here.acquire(spec, (key_of("late"), 0, 0), deadline_ms=10_000)
+    assert found[0].result == READY
+    assert pair.here.read(lease, 1000) == bytes_of(1000, "late")
+    pair.here.acquire(spec, (key_of("late"), 0, 0), deadline_ms=10_000)
+    assert len(asked) == 3, "asked until it was open, no longer"
+
+
+def test_nobody_waits_for_another_that_opens_longer_than_its_own_time(pair: Pair) -> None:
+    key, _ = pair.store_there("first")
+    pair.here.acquire(SPEC, (key, 0, 0), deadline_ms=10_000)
+    other = a_namespace(shard_bytes=(1000,), name="other")
+    peers = pair.reader._pulls._peers
+    (peer,) = peers._peers.values()
+    with peer.opening, ThreadPoolExecutor(1) as pool:
+        entering = pool.submit(peers.enter, *peers._peers, other, 0.1)
+        assert entering.result(timeout=60) is peer
+    peers.leave(peer)
+    assert other.digest not in peer.opened
 
 
 def test_hand_over_without_an_owner_finds_what_is_announced_late(pair: Pair) -> None:

@@ -168,8 +168,9 @@ class PeerPulls:
         if owner is None:
             return None
         deadline_s = self._guarded.clock() + wait_s
-        with self._peers.use(owner.address, spec) as client:
-            if not client.wait_connected(min(_CONNECT_S, wait_s)):
+        with self._peers.use(owner.address, spec, within_s=wait_s) as client:
+            left_s = deadline_s - self._guarded.clock()
+            if not client.wait_connected(min(_CONNECT_S, max(0.0, left_s))):
                 return None
             left_s = deadline_s - self._guarded.clock()
             answer = client.lookup(
@@ -233,7 +234,8 @@ class PeerPulls:
         left_s = job.deadline_s - self._guarded.clock()
         if left_s <= 0:
             return {}
-        with self._peers.use(job.node.address, spec) as client:
+        with self._peers.use(job.node.address, spec, within_s=left_s) as client:
+            left_s = max(0.0, job.deadline_s - self._guarded.clock())
             if not client.wait_connected(min(_CONNECT_S, left_s)):
                 self._distrust(job, "can't be reached")
                 return dict.fromkeys((name for name, _ in job.wanted), PEER_FAILED)
@@ -364,6 +366,7 @@ class _Peer:
     num_users: int = 0
     opening: threading.Lock = field(default_factory=threading.Lock)
     opened: set[bytes] = field(default_factory=set)
+    """Namespaces that the client opened, or opens as soon as it is connected and in every later session."""
 
 
 class _Peers:
@@ -382,11 +385,13 @@ class _Peers:
     def num_clients(self) -> int:
         return len(self._peers)
 
-    def use(self, address: str, spec: NamespaceSpec) -> _Use:
-        """The client of an address with `spec` open, for the length of a `with` block."""
-        return _Use(self, address, spec)
+    def use(self, address: str, spec: NamespaceSpec, *, within_s: float) -> _Use:
+        """The client of an address, for the length of a `with` block; `spec` is open if that took at most
+        `within_s`."""
+        return _Use(self, address, spec, within_s)
 
-    def enter(self, address: str, spec: NamespaceSpec) -> _Peer:
+    def enter(self, address: str, spec: NamespaceSpec, within_s: float) -> _Peer:
+        deadline_s = self._clock() + within_s
         retired: list[CacheClient] = []
         with self._lock:
             peer = self._peers.get(address)
@@ -401,12 +406,23 @@ class _Peers:
             peer.used_s = self._clock()
         for client in retired:
             client.close()
-        # Not under the lock of all: it is one call to the peer, and takes up to its deadline.
-        with peer.opening:
-            if spec.digest not in peer.opened:
-                peer.client.open_namespace(spec)
-                peer.opened.add(spec.digest)
+        if spec.digest not in peer.opened:
+            self._open(peer, spec, deadline_s)
         return peer
+
+    def _open(self, peer: _Peer, spec: NamespaceSpec, deadline_s: float) -> None:
+        """Ask the peer, once for all who want it; where that fails, the next one who enters asks again."""
+        # Not under the lock of all: it is one call to the peer, and takes up to its deadline.
+        if not peer.opening.acquire(timeout=max(0.0, deadline_s - self._clock())):
+            return
+        try:
+            left_s = min(_CONNECT_S, deadline_s - self._clock())
+            if spec.digest not in peer.opened and peer.client.open_namespace(
+                spec, deadline_s=max(0.0, left_s)
+            ):
+                peer.opened.add(spec.digest)
+        finally:
+            peer.opening.release()
 
     def leave(self, peer: _Peer) -> None:
         with self._lock:
@@ -439,14 +455,15 @@ class _Peers:
 
 
 class _Use:
-    def __init__(self, peers: _Peers, address: str, spec: NamespaceSpec) -> None:
+    def __init__(self, peers: _Peers, address: str, spec: NamespaceSpec, within_s: float) -> None:
         self._peers = peers
         self._address = address
         self._spec = spec
+        self._within_s = within_s
         self._peer: _Peer | None = None
 
     def __enter__(self) -> CacheClient:
-        self._peer = self._peers.enter(self._address, self._spec)
+        self._peer = self._peers.enter(self._address, self._spec, self._within_s)
         return self._peer.client
 
     def __exit__(self, *_: object) -> None:
