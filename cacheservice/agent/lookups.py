@@ -19,7 +19,6 @@ from cacheservice.core.keys import ChunkKey
 from cacheservice.core.layout import NamespaceSpec
 from cacheservice.core.outcomes import Presence
 from cacheservice.core.store import Store
-from cacheservice.errors import UnknownObject
 
 _ABSENT = int(Presence.ABSENT)
 _READY_ELSEWHERE = int(Presence.READY_ELSEWHERE)
@@ -92,20 +91,12 @@ class Lookups:
                         spec, chunks, wait, elsewhere, is_active, sees_elsewhere=sees_elsewhere
                     )
         now_s = self._guarded.clock()
-        lease_id = 0
         with self._guarded.changing() as store:
-            presence = store.presence(spec.digest, chunks)
-            if takes_lease and chunks:
-                lease = store.lease_chunks(
-                    session.id, spec.digest, chunks, now_s, superseded=superseded_lease
-                )
-                lease_id = lease.lease_id if lease is not None else 0
-            # After the new one is taken: chunks that stay leased are neither let go nor counted as asked for again.
-            if superseded_lease:
-                try:
-                    store.release(session.id, [superseded_lease], now_s)
-                except UnknownObject:
-                    pass  # renewed just now, or unknown: the contract ignores those
+            presence, lease = store.look_up(
+                session.id, spec.digest, chunks, now_s,
+                takes_lease=takes_lease, superseded=superseded_lease,
+            )  # fmt: skip
+        lease_id = lease.lease_id if lease is not None else 0
         _overlay(presence, elsewhere)
         return LookupResult(bytes(presence), lease_id, index_asked)
 

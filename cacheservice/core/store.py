@@ -84,6 +84,8 @@ class StoreLimits:
     max_expired_reservations: int = 32_768
     """Reservations that ran out and were freed, but that `commit` and `abort` still know."""
     max_leases: int = 65_536
+    max_lease_entries: int = 2_000_000
+    """Chunks and shards of all leases together, each counted once per lease: some 100 MB of records."""
     max_changes: int = 262_144
     """Changed chunks kept for `take_changes`; above it the oldest is forgotten (the index is a hint)."""
 
@@ -266,6 +268,9 @@ class StoreCounts:
     totals: StoreTotals
 
 
+_CODES_OF = attrgetter("codes")
+
+
 class Store:
     """All state of one arena but its bytes. Not thread-safe: the caller holds the agent's core lock.
 
@@ -309,6 +314,7 @@ class Store:
         self._ready_bytes = 0
         self._pending_bytes = 0
         self._lookup_bytes = 0
+        self._num_lease_entries = 0
         self._uses = 0
         self._hopeless_span: int | None = None
         self._sweep_from = self._allocator.first
@@ -403,7 +409,7 @@ class Store:
         """One `Presence` code per chunk and group, chunk by chunk: ABSENT, READY_HERE or PENDING. Changes nothing."""
         namespace = self._open_namespace(ns)
         found = map(namespace.chunks.get, chunks, repeat(namespace.absent))
-        return bytearray().join([chunk.codes for chunk in found])
+        return bytearray().join(map(_CODES_OF, found))
 
     def lease_chunks(
         self,
@@ -422,45 +428,32 @@ class Store:
         """
         owner = self._live_session(session)
         namespace = self._open_namespace(ns)
-        self._touch(namespace)
-        found = map(namespace.chunks.get, chunks, repeat(namespace.absent))
-        leased = [chunk for chunk in found if chunk.ready]
-        if not leased:
-            return None
-        former = owner.leases.get(superseded)
-        if (
-            former is not None
-            and former.is_lookup
-            and former.expires_at_s > now_s
-            and former.chunks == leased
-        ):
-            return self._renew(former, now_s)
-        # One pass that pins at once and is undone when refused: this loop is most of a lookup's time under the lock.
-        accessed: list[Evictable] = []
-        num_bytes = self._lookup_bytes
-        for chunk in leased:
-            pins = chunk.lookup_pins
-            chunk.lookup_pins = pins + 1
-            if not pins:
-                num_bytes += chunk.num_bytes
-                if not chunk.pins:
-                    accessed.append(chunk)
-        self._policy.access(accessed)
-        if num_bytes > self._max_lookup_bytes or not self._has_lease_room():
-            for chunk in leased:
-                chunk.lookup_pins -= 1
-            self._totals.num_refused_lookup_leases += 1
-            return None
-        self._lookup_bytes = num_bytes
-        lease = Lease(
-            self._fresh_id(),
-            owner,
-            leased,
-            now_s + self._limits.lookup_lease_ttl_s,
-            is_lookup=True,
-        )
-        owner.leases[lease.lease_id] = self._lookup_leases[lease.lease_id] = lease
-        return LookupLease(lease.lease_id, lease.expires_at_s, len(leased))
+        found = list(map(namespace.chunks.get, chunks, repeat(namespace.absent)))
+        return self._lease_found(owner, namespace, found, now_s, superseded)
+
+    def look_up(
+        self,
+        session: SessionId,
+        ns: NamespaceDigest,
+        chunks: Sequence[ChunkKey],
+        now_s: float,
+        *,
+        takes_lease: bool,
+        superseded: int = 0,
+    ) -> tuple[bytearray, LookupLease | None]:
+        """`presence` and `lease_chunks` in one walk; then `superseded` is released if it still is a lease, an unknown one
+        is ignored.
+        """
+        owner = self._live_session(session)
+        namespace = self._open_namespace(ns)
+        found = list(map(namespace.chunks.get, chunks, repeat(namespace.absent)))
+        lease = None
+        if takes_lease:
+            lease = self._lease_found(owner, namespace, found, now_s, superseded)
+        # After the new one is taken: chunks that stay leased are neither let go nor counted as asked for again.
+        if superseded in owner.leases or self._expired_leases.get(superseded) == session:
+            self.release(session, [superseded], now_s)
+        return bytearray().join(map(_CODES_OF, found)), lease
 
     def acquire(
         self,
@@ -473,15 +466,13 @@ class Store:
 
         The lease exists even when nothing is ready, so that it can be extended. Counts as an access of chunks that no
         lease held before, so that lookup and load of one request count once. Raises `LimitReached` above
-        `max_leases`.
+        `max_leases` and `max_lease_entries`.
         """
         owner = self._live_session(session)
         namespace = self._open_namespace(ns)
         bits = self._bits_of(namespace, shards)
-        if not self._has_lease_room():
-            raise LimitReached(
-                f"{self._limits.max_leases} leases are open, the limit; release leases that are not needed any more"
-            )
+        if not self._has_lease_room(2 * len(shards)):
+            raise self._too_many_leases()
         self._touch(namespace)
         lease = Lease(self._fresh_id(), owner, {}, 0.0, is_lookup=False)
         owner.leases[lease.lease_id] = self._leases[lease.lease_id] = lease
@@ -498,7 +489,8 @@ class Store:
     ) -> AcquireAnswer:
         """Add shards to a lease of `acquire`, e.g. because they became ready; the answer names them by `positions`.
 
-        Renews the lease. Raises `UnknownObject` when it ran out: what was read under it is worthless.
+        Renews the lease. Raises `UnknownObject` when it ran out: what was read under it is worthless; `LimitReached`
+        above `max_lease_entries`.
         """
         owner = self._live_session(session)
         namespace = self._open_namespace(ns)
@@ -506,6 +498,8 @@ class Store:
         lease = owner.leases.get(lease_id)
         if lease is None or lease.is_lookup or lease.expires_at_s <= now_s:
             raise UnknownObject(f"lease {lease_id} ran out or was never taken; acquire again")
+        if self._num_lease_entries + 2 * len(shards) > self._limits.max_lease_entries:
+            raise self._too_many_leases()
         return self._lease_shards(lease, namespace, positions, shards, bits, now_s)
 
     def release(self, session: SessionId, lease_ids: Sequence[int], now_s: float) -> list[bool]:
@@ -931,8 +925,19 @@ class Store:
             bits.append(bases[group] + shard)
         return bits
 
-    def _has_lease_room(self) -> bool:
-        return len(self._leases) + len(self._lookup_leases) < self._limits.max_leases
+    def _has_lease_room(self, num_entries: int) -> bool:
+        num_leases = len(self._leases) + len(self._lookup_leases)
+        return (
+            num_leases < self._limits.max_leases
+            and self._num_lease_entries + num_entries <= self._limits.max_lease_entries
+        )
+
+    def _too_many_leases(self) -> LimitReached:
+        num_leases = len(self._leases) + len(self._lookup_leases)
+        return LimitReached(
+            f"{num_leases} leases are open on {self._num_lease_entries} chunks and shards, the limits are "
+            f"{self._limits.max_leases} and {self._limits.max_lease_entries}; release leases that are not needed any more"
+        )
 
     def _fresh_id(self) -> int:
         while True:
@@ -979,6 +984,7 @@ class Store:
         accessed: list[Evictable] = []
         leased = lease.chunks
         assert isinstance(leased, dict), "only leases of acquires grow"
+        num_entries = lease.num_entries()
         get = namespace.chunks.get
         groups = namespace.spec.groups
         for position, (key, group, _), bit in zip(positions, shards, bits, strict=True):
@@ -999,9 +1005,62 @@ class Store:
             else:
                 pending.append(position)
         self._policy.access(accessed)
+        self._num_lease_entries += lease.num_entries() - num_entries
         lease.expires_at_s = now_s + self._limits.lease_ttl_s
         self._leases.move_to_end(lease.lease_id)
         return AcquireAnswer(lease.lease_id, ready, pending, absent)
+
+    def _lease_found(
+        self,
+        owner: Session,
+        namespace: Namespace,
+        found: list[Chunk],
+        now_s: float,
+        superseded: int,
+    ) -> LookupLease | None:
+        self._touch(namespace)
+        if found.count(namespace.absent) == len(found):
+            return None
+        former = owner.leases.get(superseded)
+        # What a lease holds stays ready, so that equal lists need no second look.
+        is_same = former is not None and former.chunks == found
+        leased = found if is_same else [chunk for chunk in found if chunk.ready]
+        if not leased:
+            return None
+        if (
+            former is not None
+            and former.is_lookup
+            and former.expires_at_s > now_s
+            and former.chunks == leased
+        ):
+            return self._renew(former, now_s)
+        # One pass that pins at once and is undone when refused: this loop is most of a lookup's time under the lock.
+        accessed: list[Evictable] = []
+        num_bytes = self._lookup_bytes
+        for chunk in leased:
+            pins = chunk.lookup_pins
+            chunk.lookup_pins = pins + 1
+            if not pins:
+                num_bytes += chunk.num_bytes
+                if not chunk.pins:
+                    accessed.append(chunk)
+        self._policy.access(accessed)
+        if num_bytes > self._max_lookup_bytes or not self._has_lease_room(len(leased)):
+            for chunk in leased:
+                chunk.lookup_pins -= 1
+            self._totals.num_refused_lookup_leases += 1
+            return None
+        self._lookup_bytes = num_bytes
+        self._num_lease_entries += len(leased)
+        lease = Lease(
+            self._fresh_id(),
+            owner,
+            leased,
+            now_s + self._limits.lookup_lease_ttl_s,
+            is_lookup=True,
+        )
+        owner.leases[lease.lease_id] = self._lookup_leases[lease.lease_id] = lease
+        return LookupLease(lease.lease_id, lease.expires_at_s, len(leased))
 
     def _renew(self, lease: Lease, now_s: float) -> LookupLease:
         """Give a lookup lease a new id and a new time; its pins stay as they are."""
@@ -1015,6 +1074,7 @@ class Store:
 
     def _drop_lease(self, lease: Lease) -> None:
         del lease.session.leases[lease.lease_id]
+        self._num_lease_entries -= lease.num_entries()
         # Suffix first: chunks that come back to the policy keep the order of their prompt.
         if lease.is_lookup:
             del self._lookup_leases[lease.lease_id]
@@ -1408,6 +1468,10 @@ class Store:
                 assert lease.session.leases.get(lease_id) is lease, f"lease {lease_id} is lost"
                 for chunk in lease.chunks:
                     counted[chunk] = counted.get(chunk, 0) + 1
+        every = (*self._leases.values(), *self._lookup_leases.values())
+        num_entries = sum(lease.num_entries() for lease in every)
+        assert self._num_lease_entries == num_entries, "entries of leases"
+        assert num_entries <= self._limits.max_lease_entries, "too many entries of leases"
         assert self._lookup_bytes == sum(c.num_bytes for c in lookup_pins), "lookup lease bytes"
         assert len(self._expired_leases) <= self._limits.max_released_leases, (
             "too many expired leases"
