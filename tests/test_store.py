@@ -252,9 +252,32 @@ def test_number_of_leases_is_limited() -> None:
     world = World(limits=StoreLimits(max_leases=1))
     world.put(prompt("p", 1))
     world.acquire(prompt("p", 1))
-    with pytest.raises(LimitReached, match="1 leases are open"):
+    with pytest.raises(LimitReached, match="1 leases are open on 2 chunks and shards"):
         world.acquire(prompt("p", 1))
     assert world.store.lease_chunks(B, ONE.digest, prompt("p", 1), 0.0) is None
+
+
+def test_entries_of_all_leases_are_limited() -> None:
+    world = World(limits=StoreLimits(max_lease_entries=8, max_lookup_lease_fraction=1.0))
+    keys = prompt("p", 4)
+    world.put(keys)
+    lookup = world.store.lease_chunks(A, ONE.digest, keys, 0.0)
+    assert lookup is not None
+    first = world.acquire(keys[:1])
+    with pytest.raises(LimitReached, match="limits are 65536 and 8"):
+        world.acquire(keys[:2])
+    with pytest.raises(LimitReached):
+        world.store.extend_lease(
+            B, first.lease_id, ONE.digest, [1, 2], [(k, 0, 0) for k in keys[:2]], 0.0
+        )
+    assert world.store.lease_chunks(B, ONE.digest, keys, 0.0) is None
+    assert world.store.counts().totals.num_refused_lookup_leases == 1
+    renewed = world.store.lease_chunks(A, ONE.digest, keys, 0.0, superseded=lookup.lease_id)
+    assert renewed is not None, "takes no more than it had"
+    world.store.check_invariants()
+    world.store.release(A, [renewed.lease_id], 0.0)
+    world.acquire(keys[:2])
+    world.store.check_invariants()
 
 
 def test_a_lease_grows_when_pending_shards_become_ready() -> None:

@@ -191,6 +191,10 @@ class Lease:
         self.expires_at_s = expires_at_s
         self.is_lookup = is_lookup
 
+    def num_entries(self) -> int:
+        """What it holds, as a measure of memory."""
+        return len(self.chunks) + len(self.shards)
+
 
 class Reservation:
     """Room for one shard of one chunk."""

@@ -936,7 +936,8 @@ class Store:
         num_leases = len(self._leases) + len(self._lookup_leases)
         return LimitReached(
             f"{num_leases} leases are open on {self._num_lease_entries} chunks and shards, the limits are "
-            f"{self._limits.max_leases} and {self._limits.max_lease_entries}; release leases that are not needed any more"
+            f"{self._limits.max_leases} and {self._limits.max_lease_entries}; release leases that are not needed "
+            "any more"
         )
 
     def _fresh_id(self) -> int:
