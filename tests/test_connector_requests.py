@@ -194,6 +194,23 @@ def test_a_preemption_outdates_what_is_known_and_keeps_the_lease_for_the_next_lo
     assert state.take_lease() == 0
 
 
+def test_what_an_agent_said_that_is_no_more_does_not_count():
+    state = state_of(codes=[1] * 5, next_save=3)
+    assert state.presence_of(4, 1, epoch=7) == bytes([1])
+    assert state.presence_of(4, 1, epoch=8) is None
+    assert state.presence_of(5, 1, epoch=7) is None
+    state.see_new_agent(8)
+    assert state.next_save == 0
+    assert ask(state).move is Move.LOOK_UP
+    assert state.take_lease() == 3
+
+
+def test_what_the_new_agent_said_already_counts():
+    state = state_of(codes=[1] * 5)
+    state.see_new_agent(7)
+    assert ask(state).tokens == 320
+
+
 def test_short_and_local_prompts_need_no_lookup():
     assert ask(state_of(0)).reason is Reason.TOO_SHORT
     assert ask(state_of(3, computed=192)).reason is Reason.LOCAL

@@ -72,8 +72,15 @@ def test_nothing_is_stored_twice(make, cache):
 def test_chunked_prefill_saves_each_chunk_when_it_is_complete(make, cache):
     harness = make(max_batched_tokens=100)
     harness.add("a", prompt(1, 500))
-    harness.step()
-    harness.run(lambda: len(cache.shards) == 1, limit=1 + 50)
+    handed_over = [
+        [
+            chunk.number
+            for save in harness.step().kv_connector_metadata.saves
+            for chunk in save.chunks
+        ]
+        for _ in range(5)
+    ]
+    assert handed_over == [[0], [1, 2], [3], [4, 5], [6]]
     harness.run()
     harness.check_at_rest()
     assert len(cache.shards) == 7
@@ -231,6 +238,51 @@ def test_pins_are_bounded_and_released(make, cache):
     assert Reason.SHED in [o.reason for o in cache.outcomes if o.kind is OutcomeKind.SAVE]
 
 
+def test_full_pins_cost_no_look_at_block_tables(make, cache):
+    gate = threading.Event()
+    cache.fail_store = lambda write: wait_quietly(gate)
+    harness = make(num_blocks=64)
+    for i in range(3):
+        harness.add(str(i), prompt(i, 250), max_tokens=40)
+    for _ in range(6):
+        harness.step()
+    assert harness.half._saves.num_pinned_blocks == 16
+    looked = []
+    state = SimpleNamespace(get_block_ids=looked.append)
+    scheduled = dict.fromkeys(harness.scheduler.requests, 1)
+    output = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
+    assert harness.half.build_metadata(output).saves == []
+    assert looked == []
+    gate.set()
+    harness.run()
+    harness.check_at_rest()
+
+
+def test_a_step_hands_over_only_so_much(make, cache, monkeypatch):
+    import cacheservice.connector.saves as module
+
+    monkeypatch.setattr(module, "MAX_BLOCKS_PER_STEP", 9)
+    harness = make(num_blocks=200)
+    for i in range(3):
+        harness.add(str(i), prompt(i, 130), max_tokens=20)
+    sizes = []
+    while harness.scheduler.has_requests():
+        saves = harness.step().kv_connector_metadata.saves
+        sizes.append(sum(len(s.chunks) for s in saves))
+    assert [s for s in sizes if s] == [2, 2, 2]
+    harness.check_at_rest()
+
+
+@pytest.mark.parametrize(("num_blocks", "is_said"), [(12, True), (64, False)])
+def test_a_chunk_that_can_never_be_pinned_is_said_once(make, cache, caplog, num_blocks, is_said):
+    harness = make(num_blocks=num_blocks)
+    harness.add("a", prompt(1, 100))
+    harness.run()
+    harness.half.reset_cache()
+    said = [r for r in caplog.records if "--num-gpu-blocks-override" in r.getMessage()]
+    assert [r.levelname for r in said] == ["WARNING"] * is_said
+
+
 def test_pinned_blocks_keep_their_bytes_while_others_allocate(make, cache):
     gate = threading.Event()
     cache.fail_store = lambda write: wait_quietly(gate)
@@ -298,6 +350,38 @@ def test_an_agent_that_restarts_between_plan_and_load_means_recompute(make, cach
     assert [o.reason for o in cache.outcomes if o.kind is OutcomeKind.LOAD] == [
         Reason.EPOCH_CHANGED
     ]
+
+
+def test_what_a_restarted_agent_lost_is_stored_again_and_not_promised(make, cache):
+    harness = make(prefix_caching=False)
+    harness.add("a", prompt(1, 300), max_tokens=200)
+    harness.run(lambda: len(cache.shards) == 4)
+    cache.epoch += 1
+    cache.shards.clear()
+    harness.step()
+    harness.run(lambda: len(cache.shards) >= 4)
+    cache.epoch += 1
+    cache.shards.clear()
+    request = harness.scheduler.requests["a"]
+    assert (
+        harness.half.request_finished(request) is None
+    )  # before the next step has seen the new agent
+    harness.run()
+
+
+def test_a_chunk_known_from_a_dead_agent_is_stored(make, cache):
+    first = make()
+    first.add("a", prompt(1, 300))
+    first.run()
+    cache.fail_retrieve = lambda read: Reason.CHECKSUM
+    harness = make()
+    harness.add("b", prompt(1, 300), max_tokens=60)
+    harness.run(lambda: any(a[3] for a in harness.answers))
+    cache.epoch += 1
+    cache.shards.clear()
+    harness.run()
+    harness.check_at_rest()
+    assert len(cache.shards) == 5
 
 
 def test_a_lookup_that_is_late_delays_a_request_by_its_deadline_only(make, cache):
@@ -382,6 +466,22 @@ def test_a_hand_over_is_waited_for(make, cache):
     harness.run()
     harness.check_at_rest()
     assert ("b", 0, 300, 256) in harness.answers
+
+
+def test_a_reset_ends_the_wait_for_an_old_hand_over(make, cache):
+    first = make()
+    first.add("a", prompt(1, 300), max_tokens=1)
+    first.run()
+    cache.shards.clear()
+    harness = make()
+    harness.add("b", prompt(1, 300), kv_transfer_params=first.finished["a"])
+    for _ in range(5):
+        harness.step()
+    assert harness.answers[-1][3] is None
+    harness.half.reset_cache()
+    harness.run()
+    harness.check_at_rest()
+    assert lookups(cache, "b") == [Reason.ABSENT]
 
 
 def test_a_hand_over_that_never_comes_ends_at_its_own_wait(make, cache):

@@ -136,6 +136,12 @@ class RequestState:
             self.known = KnownPresence(b"", float("-inf"), self.known.epoch, self.known.lease_id)
         self.failed_at = None
 
+    def see_new_agent(self, epoch: int | None) -> None:
+        """The agent was restarted: it has nothing of what was saved or seen before."""
+        self.next_save = 0
+        if self.known is not None and self.known.epoch != epoch:
+            self.forget_presence()
+
     def take_lease(self) -> int:
         """The lease that goes to a load, or is to be given back; 0 for none. It is not this state's any more."""
         if self.known is None or not self.known.lease_id:
@@ -164,9 +170,11 @@ class RequestState:
         if self.banned_from is None or first_failed_chunk < self.banned_from:
             self.banned_from = first_failed_chunk
 
-    def presence_of(self, chunk: int, num_groups: int) -> bytes | None:
-        """What was last said of this chunk, per group; None when nothing was."""
-        if self.known is None or (chunk + 1) * num_groups > len(self.known.codes):
+    def presence_of(self, chunk: int, num_groups: int, *, epoch: int | None) -> bytes | None:
+        """What this incarnation of the agent last said of this chunk, per group; None when it said nothing."""
+        if self.known is None or self.known.epoch != epoch:
+            return None
+        if (chunk + 1) * num_groups > len(self.known.codes):
             return None
         return self.known.codes[chunk * num_groups : (chunk + 1) * num_groups]
 

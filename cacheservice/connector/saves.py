@@ -20,6 +20,9 @@ from cacheservice.connector.requests import READY_OR_PENDING, RequestState
 from cacheservice.core.keys import ChunkKey
 
 MAX_CHUNKS_PER_SAVE = 64
+MAX_BLOCKS_PER_STEP = 1024
+"""Blocks that one step hands over: each costs microseconds, and many wait after pins were full or the agent was away.
+As many as a step computes with 16384 tokens in blocks of 16; the rest follows in the next steps."""
 RECENT_SAVES = 16384
 RECENT_SAVE_S = 10.0
 NULL_BLOCK = 0
@@ -60,11 +63,30 @@ class Saves:
         """Whether pinned blocks will come back in a moment."""
         return self._pins.are_worth_waiting_for(self._clock())
 
-    def see_agent(self, epoch: int | None) -> None:
-        """Another incarnation of the agent has nothing of what was saved before."""
-        if epoch != self._epoch:
-            self.forget_recent()
-            self._epoch = epoch
+    def see_agent(self, epoch: int | None) -> bool:
+        """Note the agent's incarnation; whether it is another one, which has nothing of what was saved before."""
+        if epoch == self._epoch:
+            return False
+        self.forget_recent()
+        self._epoch = epoch
+        return True
+
+    @property
+    def epoch(self) -> int | None:
+        """The incarnation of the agent that what is saved counts for."""
+        return self._epoch
+
+    @property
+    def max_blocks(self) -> int:
+        """How many blocks may be pinned at a time."""
+        return self._pins.max_blocks
+
+    def has_room(self, num_blocks: int) -> bool:
+        """Whether so many more blocks may be handed over in this step; never more than a step takes, but always one
+        chunk."""
+        wanted = self._chosen_blocks + num_blocks
+        is_short = wanted <= MAX_BLOCKS_PER_STEP or not self._chosen_blocks
+        return is_short and self._pins.has_room(wanted)
 
     def forget_recent(self) -> None:
         """What was saved does not count any more."""
@@ -84,7 +106,7 @@ class Saves:
                 blocks = _blocks_of(number, plan, table)
                 if blocks is not None:
                     size = sum(len(group_ids) for group_ids in blocks)
-                    if not self._pins.has_room(self._chosen_blocks + size):
+                    if not self.has_room(size):
                         return
                     self._chosen_blocks += size
                     parent = state.keys[number - 1] if number else None
@@ -125,7 +147,7 @@ class Saves:
 
     def is_wanted(self, state: RequestState, number: int, num_groups: int) -> bool:
         """Whether a chunk is worth saving: not when it is known to be there, being stored, or was just saved."""
-        codes = state.presence_of(number, num_groups)
+        codes = state.presence_of(number, num_groups, epoch=self._epoch)
         if codes is not None and all(code in READY_OR_PENDING for code in codes):
             return False
         saved_at = self._recent.get(state.keys[number])
@@ -136,6 +158,11 @@ class Saves:
         self._recent.move_to_end(key)
         while len(self._recent) > RECENT_SAVES:
             self._recent.popitem(last=False)
+
+
+def blocks_per_chunk(plan: NamespacePlan) -> int:
+    """Blocks of one chunk over all groups."""
+    return sum(plan.tokens_per_chunk // group.block_tokens for group in plan.groups)
 
 
 def _blocks_of(number: int, plan: NamespacePlan, table: Sequence[Sequence[int]]) -> BlockIds | None:

@@ -45,7 +45,7 @@ from cacheservice.connector.requests import (
     RequestState,
     decide,
 )  # fmt: skip
-from cacheservice.connector.saves import Saves
+from cacheservice.connector.saves import Saves, blocks_per_chunk
 from cacheservice.connector.stats import LarderStats, StatsRecorder
 from cacheservice.core.keys import chunk_keys_of, short_hex
 from cacheservice.core.outcomes import Outcome, OutcomeKind, Reason
@@ -147,6 +147,7 @@ class SchedulerHalf:
         for tracked in self._tracked.values():
             # Pages computed before the reset must not be stored after it.
             tracked.state.saves_forbidden = True
+            tracked.state.hand_over = None  # it promised chunks of the old namespace
             self._drop_lookup(tracked)
             if lease := tracked.state.take_lease():
                 self._client.release(lease)
@@ -160,8 +161,21 @@ class SchedulerHalf:
     def _adopt(self, plan: NamespacePlan) -> None:
         if self._plan is None:
             self._lookups.start_threads()
+            self._check_chunk_fits(plan)
         self._plan, self._plan_is_news = plan, True
         self._client.open_namespace(plan.spec)
+
+    def _check_chunk_fits(self, plan: NamespacePlan) -> None:
+        if self._saves is None or blocks_per_chunk(plan) <= self._saves.max_blocks:
+            return
+        logger.warning(
+            "nothing will be stored: a chunk of %d tokens takes %d blocks, and at most %d (a quarter of the engine's) "
+            "may be pinned. Give the engine more blocks (--kv-cache-memory-bytes, or --num-gpu-blocks-override), or "
+            "set a smaller tokens_per_chunk in kv_connector_extra_config on every engine that shares the cache",
+            plan.tokens_per_chunk,
+            blocks_per_chunk(plan),
+            self._saves.max_blocks,
+        )
 
     # ------------------------------------------------------------------ requests
 
@@ -293,6 +307,8 @@ class SchedulerHalf:
         status = self._client.state()
         if not status.connected or not state.next_save:
             return None
+        if self._saves is None or self._saves.epoch != status.epoch:
+            return None  # what was stored was stored at an agent that is no more
         return write_hand_over(
             HandOver(
                 namespace=self._plan.digest,
@@ -344,14 +360,19 @@ class SchedulerHalf:
         if self._plan is not None and self._saves is not None:
             status = self._client.state()
             if status.connected:
-                self._saves.see_agent(status.epoch)
+                if self._saves.see_agent(status.epoch):
+                    for tracked in self._tracked.values():
+                        tracked.state.see_new_agent(status.epoch)
                 metadata.saves = self._plan_saves(self._plan, self._saves, scheduler_output)
         return metadata
 
     def _plan_saves(
         self, plan: NamespacePlan, saves: Saves, scheduler_output: Any
     ) -> list[SaveJob]:
+        chunk_blocks = blocks_per_chunk(plan)
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+            if not saves.has_room(chunk_blocks):
+                break  # the others have their turn in a later step; a look at every block table costs milliseconds
             tracked = self._tracked.get(request_id)
             if tracked is None or tracked.state.saves_forbidden:
                 continue
