@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from agent_process import AgentProcess, wait_until
+from agent_process import AgentProcess, a_namespace, local_agent, target_of, wait_until
 from client_process import SHARD_BYTES, SPEC, ClientProcess, key, read_of, write_of
 
 from cacheservice.client import (
@@ -23,6 +23,7 @@ from cacheservice.client import (
     Role,
     ShardWrite,
 )
+from cacheservice.core.layout import NamespaceSpec
 from cacheservice.core.outcomes import Presence, Reason
 
 NUM_PIECES = 4
@@ -430,6 +431,34 @@ def test_two_writers_of_one_chunk_end_well(agent: AgentProcess, connect: Any) ->
     assert results == [Reason.HIT]
     assert waiter[0].of(0, 0) is Presence.READY_HERE
     assert is_whole(second, 1)
+
+
+def test_namespace_that_made_room_for_another_is_opened_again() -> None:
+    with local_agent(max_namespaces=1, session_seconds=3, cpu="64Mi") as agent:
+
+        def use_and_empty(spec: NamespaceSpec) -> None:
+            assert (
+                client.store(spec.digest, [write_of(0, MemorySource(content(0)))])[0].reason
+                is Reason.HIT
+            )
+            with agent.guarded.changing() as store:
+                store.evict(spec.digest, [key(0)])
+
+        client = CacheClient(target_of(agent), ClientIdentity(Role.TOOL))
+        client.open_namespace(SPEC)
+        client.start()
+        try:
+            assert client.wait_connected(30), client.state().message
+            use_and_empty(SPEC)
+            other = a_namespace(shard_bytes=(SHARD_BYTES,), name="other")
+            assert client.open_namespace(other)
+            use_and_empty(other)
+            assert client.lookup(SPEC.digest, [key(0)]).reason is Reason.ABSENT
+            wait_until(
+                lambda: client.lookup(SPEC.digest, [key(0)]).reason is None, what="opened again"
+            )
+        finally:
+            client.close()
 
 
 def test_streamed_store_to_an_agent_that_stops_taking_frames_ends_in_time(
