@@ -11,7 +11,7 @@ import engines  # noqa: F401 - sets vLLM's environment
 import pytest
 import torch
 
-from cacheservice.connector.checks import check_engine, check_groups
+from cacheservice.connector.checks import caution_of, check_engine, check_groups
 from cacheservice.connector.config import DEADLINE_KEYS, parse_extra_config
 from cacheservice.errors import ConfigError, RefusedError
 
@@ -178,6 +178,14 @@ def test_importing_the_connector_opens_nothing():
         "assert not {'vllm', 'torch', 'grpc'} & set(sys.modules), sorted(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_adapters_that_are_replaced_in_place_are_warned_of():
+    config = vllm_config()
+    config.lora_config = None
+    assert caution_of(config) is None
+    config.lora_config = SimpleNamespace(max_loras=1)
+    assert "--enable-lora" in caution_of(config)
 
 
 def test_the_plugin_registers_the_name_once():

@@ -10,7 +10,13 @@ from types import SimpleNamespace
 import engines
 import pytest
 
-from cacheservice.connector.model_identity import digest_of_files, identify_model, weight_files
+from cacheservice.connector.model_identity import (
+    MULTIMODAL_FIELDS,
+    digest_of_config,
+    digest_of_files,
+    identify_model,
+    weight_files,
+)
 from cacheservice.connector.namespace import (
     EngineFacts,
     RankFacts,
@@ -291,3 +297,38 @@ def test_long_rope_depends_on_the_longest_prompt(tmp_path):
         model_config(tmp_path, hf_config=config, hf_text_config=config, max_model_len=8192), dummy
     )
     assert short != long
+
+
+@pytest.mark.parametrize("name", MULTIMODAL_FIELDS)
+def test_what_the_engine_makes_of_images_counts(tmp_path, name):
+    from vllm.config.multimodal import MultiModalConfig
+
+    assert name in MultiModalConfig.__dataclass_fields__
+
+    def identity(**fields):
+        config = SimpleNamespace(**fields)
+        load = SimpleNamespace(load_format="dummy")
+        return identify_model(model_config(tmp_path, multimodal_config=config), load)
+
+    plain = dict.fromkeys(MULTIMODAL_FIELDS)
+    assert identity(**plain) == identity(**plain)
+    assert identity(**plain) != identity(**{**plain, name: {"num_crops": 4}})
+
+
+def test_the_order_of_a_set_does_not_count():
+    names = [f"layer{i}" for i in range(20)]
+
+    def digest(values):
+        return digest_of_config(SimpleNamespace(to_dict=lambda: {"skipped": values}))
+
+    assert digest(set(names)) == digest(frozenset(reversed(names))) == digest(sorted(names))
+    assert digest(set(names[1:])) != digest(set(names))
+
+
+def test_the_series_of_vllm_counts(monkeypatch):
+    import vllm
+
+    from cacheservice.connector.namespace import _vllm_series
+
+    monkeypatch.setattr(vllm, "__version__", "0.33.1+cpu")
+    assert _vllm_series() == "0.33"

@@ -60,6 +60,16 @@ def check_engine(vllm_config: Any) -> None:
         )
 
 
+def caution_of(vllm_config: Any) -> str | None:
+    """What the operator has to mind with these flags; None when there is nothing."""
+    if getattr(vllm_config, "lora_config", None) is None:
+        return None
+    return (
+        "--enable-lora: vLLM's block hashes name an adapter by its name and path, not by its content. Give an adapter "
+        "that is replaced another path, or all engines another salt; else cached pages of the old one are used"
+    )
+
+
 def check_groups(kv_cache_config: Any) -> None:
     """Refuse layouts and groups that are not whole, opaque, block-compact pages of a known kind. Raises
     RefusedError."""

@@ -36,7 +36,7 @@ from cacheservice.client import (
     Role,
     TlsFiles,
 )
-from cacheservice.connector.checks import check_engine, check_groups
+from cacheservice.connector.checks import caution_of, check_engine, check_groups
 from cacheservice.connector.config import ConnectorConfig, parse_extra_config
 from cacheservice.connector.metadata import LarderHandshake, LarderMetadata
 from cacheservice.connector.namespace import describe_engine, describe_rank, layers_in_order
@@ -65,6 +65,8 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
         )
         check_engine(vllm_config)
         check_groups(kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER and (caution := caution_of(vllm_config)):
+            logger.warning("%s", caution)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:

@@ -2,9 +2,9 @@
 
 The identity is the model's configuration and, per weight file, its size, the hash of its header and a hash over
 samples of every tensor at the offsets that the header gives. Neither path nor mtime counts. Samples rather than all
-bytes: a 140 GB model is identified in seconds, and a fine-tune that changes any tensor changes its samples, since
-training moves every element of a tensor that it touches. Called by: namespace.py, once per engine, in the scheduler
-half.
+bytes: a 140 GB model is identified in seconds, and training moves nearly every element of a tensor that it touches, so
+it moves the samples. A sparse edit, such as single rows of an embedding, may leave all samples as they were: who edits
+weights like that gives the engines another `salt`. Called by: namespace.py, once per engine, in the scheduler half.
 """
 
 from __future__ import annotations
@@ -24,16 +24,27 @@ STRIDE_BYTES = 1 << 20
 STRIDE_SAMPLE_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+MULTIMODAL_FIELDS = (
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "video_pruning_rate",
+    "video_pruning_method",
+    "mm_processor_kwargs",
+)
+"""Fields of vLLM 0.32's config/multimodal.py that change what the model makes of the same image. A request's own
+processor arguments are in vLLM's hash of the image; those of the engine are not."""
 UNIMPORTANT_KEYS = frozenset(
     {"_name_or_path", "transformers_version", "id2label", "label2id", "problem_type"}
 )
 
 
 def identify_model(model_config: Any, load_config: Any) -> dict[str, Any]:
-    """JSON facts that are equal exactly when the weights and the model's configuration are."""
+    """JSON facts that differ when the model's configuration, what its processor does to images, or sampled weights
+    do."""
     facts: dict[str, Any] = {
         "config": digest_of_config(model_config.hf_config),
         "uses_long_rope": _uses_long_rope(model_config),
+        "multimodal": multimodal_facts(getattr(model_config, "multimodal_config", None)),
     }
     if str(load_config.load_format) == "dummy":
         return {**facts, "weights": f"dummy, seed {model_config.seed}"}
@@ -51,6 +62,17 @@ def identify_model(model_config: Any, load_config: Any) -> dict[str, Any]:
             "give --model a folder with the weights, so that engines with other weights never share a cache"
         )
     return {**facts, "weights": digest_of_files(files)}
+
+
+def multimodal_facts(config: Any) -> dict[str, Any]:
+    """What of the engine's multimodal configuration changes the KV of images; empty for models of text."""
+    if config is None:
+        return {}
+    return {
+        name: _canonical(getattr(config, name))
+        for name in MULTIMODAL_FIELDS
+        if hasattr(config, name)
+    }
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -89,6 +111,8 @@ def _canonical(value: Any) -> Any:
         return {str(k): _canonical(v) for k, v in value.items() if k not in UNIMPORTANT_KEYS}
     if isinstance(value, list | tuple):
         return [_canonical(v) for v in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_canonical(v) for v in value), key=lambda v: json.dumps(v, sort_keys=True))
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if hasattr(value, "to_dict"):

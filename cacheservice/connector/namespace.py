@@ -111,6 +111,7 @@ def describe_engine(
     )
     facts = {
         "schema": SCHEMA_VERSION,
+        "vllm": _vllm_series(),
         "model": identify_model(model, vllm_config.load_config),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
@@ -128,6 +129,13 @@ def describe_engine(
         tensor_parallel_sizes=tuple(tensor_parallel_sizes or (own,)),
         tokens_per_chunk=tokens_per_chunk,
     )
+
+
+def _vllm_series() -> str:
+    """major.minor of vLLM: another one may compute or lay out the same pages otherwise."""
+    import vllm
+
+    return ".".join(vllm.__version__.split(".")[:2])
 
 
 def hash_facts() -> dict[str, str]:
