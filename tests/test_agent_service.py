@@ -358,6 +358,34 @@ def test_admin_lists_and_evicts(session: StubSession) -> None:
     assert (evicted.num_chunks, evicted.num_leased) == (1, 0)
 
 
+def test_large_calls_take_the_lock_in_slices_and_answer_in_order(
+    agent: Agent, session: StubSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheservice.agent.service.SHARDS_AT_ONCE", 2)
+    monkeypatch.setattr("cacheservice.agent.acquire._LEASED_AT_ONCE", 2)
+    monkeypatch.setattr("cacheservice.agent.admin_service._EVICTED_AT_ONCE", 2)
+    small = a_namespace(shard_bytes=(4096,), name="small")
+    session.open(small)
+    names = [(key_of("slice", n), 0, 0) for n in range(7)]
+    content = bytes_of(4096, "slice")
+    session.store(small, names[3][0], content)
+    results = session.reserve(small, *names)
+    ready, reserved = cache_pb2.RESERVE_RESULT_READY, cache_pb2.RESERVE_RESULT_RESERVED
+    assert [r.result for r in results] == [ready if n == 3 else reserved for n in range(7)]
+    for result in results[:3] + results[4:6]:
+        session.write(result.reservation_id, content)
+        session.commit((result.reservation_id, checksums(content)))
+    lease, found = session.acquire(small, *names)
+    assert {p for p, s in found.items() if s.result == cache_pb2.ACQUIRE_RESULT_READY} == {
+        *range(6)
+    }
+    assert session.read(lease, 4096, position=5) == content
+    assert session.admin.Evict(admin_pb2.EvictRequest()).num_leased == 6
+    assert session.release(lease) == [True]
+    evicted = session.admin.Evict(admin_pb2.EvictRequest(namespace_digest=small.digest))
+    assert (evicted.num_chunks, evicted.num_bytes) == (6, 6 * 4096)
+
+
 def test_lease_that_ran_out_while_reading_aborts_the_read() -> None:
     with local_agent(lease_seconds=0.3) as agent, stub_session(unix(agent)) as session:
         session.open(SPEC)

@@ -169,6 +169,23 @@ def test_lease_past_its_time_did_not_hold_even_before_expire_ran() -> None:
     assert world.store.release(B, [lease], 30.0) == [False]
 
 
+def test_expire_ends_so_much_at_once_and_says_whether_more_is_due() -> None:
+    world = World(limits=StoreLimits(max_lookup_lease_fraction=1.0))
+    keys = prompt("p", 4)
+    world.put(keys)
+    for _ in range(3):
+        world.store.lease_chunks(B, ONE.digest, keys, 0.0)
+    world.reserve(prompt("q", 2), session=B)
+    rounds = 1
+    while world.store.expire(60.0, max_entries=5):
+        world.store.check_invariants()
+        rounds += 1
+    assert rounds == 4
+    counts = world.store.counts()
+    assert (counts.num_leases, counts.num_reservations) == (0, 0)
+    assert world.store.next_deadline() is None
+
+
 def test_release_is_all_or_nothing() -> None:
     world = World()
     world.put(prompt("p", 1))

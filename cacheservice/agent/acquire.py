@@ -21,6 +21,8 @@ from cacheservice.v1 import cache_pb2
 
 _MAX_PER_ANSWER = 512
 """Shards in one message: keeps it below 1 MiB with 200 checksums each."""
+_LEASED_AT_ONCE = 1024
+"""Shards leased in one hold of the core lock."""
 _LOOK_UP_S = 0.5
 """How often a sleeping acquire looks whether its caller is still there."""
 
@@ -68,9 +70,10 @@ class Acquires:
         """Yield answers until every shard has one. The caller closes the iterator when its own caller went away."""
         deadline_s = self._guarded.clock() + wait_s
         with self._guarded.changing() as store:
-            answer = store.acquire(session.id, spec.digest, shards, self._guarded.clock())
+            answer = store.acquire(session.id, spec.digest, [], self._guarded.clock())
         is_done = False
         try:
+            answer = self._lease(session, spec, shards, answer.lease_id)
             still_open = _Open({*answer.pending, *answer.absent})
             if answer.ready or not still_open.positions:
                 yield from _in_parts(answer.lease_id, answer.ready, [])
@@ -82,6 +85,28 @@ class Acquires:
         finally:
             if not is_done or not is_active():
                 self._give_back(session, answer.lease_id)
+
+    def _lease(
+        self, session: Session, spec: NamespaceSpec, shards: Sequence[ShardName], lease_id: int
+    ) -> AcquireAnswer:
+        """Take what is ready now into the lease, in slices: others get the lock in between."""
+        parts = []
+        # From the back: of one prompt the tail counts as accessed before the head.
+        for start in reversed(range(0, len(shards), _LEASED_AT_ONCE)):
+            part = shards[start : start + _LEASED_AT_ONCE]
+            positions = range(start, start + len(part))
+            with self._guarded.changing() as store:
+                now_s = self._guarded.clock()
+                parts.append(
+                    store.extend_lease(session.id, lease_id, spec.digest, positions, part, now_s)
+                )
+        parts.reverse()
+        return AcquireAnswer(
+            lease_id,
+            [ready for part in parts for ready in part.ready],
+            [position for part in parts for position in part.pending],
+            [position for part in parts for position in part.absent],
+        )
 
     def _rest(
         self,

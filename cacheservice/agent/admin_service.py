@@ -17,12 +17,14 @@ from cacheservice.agent.messages import (
     parse_keys,
 )
 from cacheservice.agent.sessions import Session, SessionRegistry
-from cacheservice.errors import InvalidRequest
+from cacheservice.errors import InvalidRequest, UnknownObject
 from cacheservice.v1 import admin_pb2, admin_pb2_grpc, cache_pb2
 
 _log = logging.getLogger(__name__)
 
 Context = grpc.ServicerContext
+_EVICTED_AT_ONCE = 1000
+"""Chunks evicted in one hold of the core lock."""
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -96,14 +98,31 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             raise InvalidRequest(
                 "chunk_keys need their namespace_digest; give it, or leave the keys out to evict all"
             )
-        with self._guarded.changing() as store:
-            answer = store.evict(digest, chunks or None)
+        if digest is not None and chunks:
+            named = [(digest, chunks)]
+        else:
+            with self._guarded.reading() as store:
+                # What was stored last goes first: mostly the suffixes.
+                named = [(ns, keys[::-1]) for ns, keys in store.chunk_keys(digest)]
+        num_chunks = num_bytes = num_leased = 0
+        for ns, keys in named:
+            for start in range(0, len(keys), _EVICTED_AT_ONCE):
+                with self._guarded.changing() as store:
+                    try:
+                        answer = store.evict(ns, keys[start : start + _EVICTED_AT_ONCE])
+                    except UnknownObject:
+                        if chunks:
+                            raise
+                        break  # closed meanwhile, as nothing was left in it
+                num_chunks += answer.num_chunks
+                num_bytes += answer.num_bytes
+                num_leased += answer.num_leased
         _log.info(
             "evicted by request num_chunks=%d num_bytes=%d num_leased=%d",
-            answer.num_chunks, answer.num_bytes, answer.num_leased,
+            num_chunks, num_bytes, num_leased,
         )  # fmt: skip
         return admin_pb2.EvictResponse(
-            num_chunks=answer.num_chunks, num_bytes=answer.num_bytes, num_leased=answer.num_leased
+            num_chunks=num_chunks, num_bytes=num_bytes, num_leased=num_leased
         )
 
     def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:

@@ -367,8 +367,11 @@ class Agent:
                     _log.warning("agent did not run seconds=%.1f", now_s - last_s)
                     grace_s = now_s + _GRACE_S
                 last_s = now_s
+                is_more_due = True
+                while is_more_due and not self._stopping.is_set():
+                    with self._guarded.changing() as store:
+                        is_more_due = store.expire(now_s)
                 with self._guarded.changing() as store:
-                    store.expire(now_s)
                     store.evict_to_low_watermark(_EVICT_PER_TICK)
                 silent = self._registry.end_silent() if now_s >= grace_s else []
                 for session, why in silent:
