@@ -17,6 +17,7 @@ from typing import TypeVar
 import grpc
 
 from cacheservice.client.deadlines import Deadline, Watch
+from cacheservice.client.lookup_request import build_lookup
 from cacheservice.client.plane import LeasedRead, ReservedWrite
 from cacheservice.client.session import Session, SessionKeeper
 from cacheservice.client.values import (
@@ -173,9 +174,6 @@ class CacheClient:
             num_waited = min(max(0, wait_num_chunks - first), len(keys))
             left_s = deadline.left_s()
             request = cache_pb2.LookupRequest(
-                session_token=session.token,
-                namespace_digest=namespace,
-                chunk_keys=keys,
                 take_lease=take_lease and is_first,
                 superseded_lease_id=superseded_lease if is_first else 0,
             )
@@ -189,7 +187,8 @@ class CacheClient:
             if owner is not None:
                 request.owner_node, request.owner_epoch = owner
             asked_at = self._clock()
-            answer = session.call("Lookup", request, left_s)
+            serialized = build_lookup(session.token, namespace, keys, request)
+            answer = session.call("Lookup", serialized, left_s)
             if isinstance(answer, Reason):
                 if lease_id:
                     self._keeper.release_later(session, lease_id)

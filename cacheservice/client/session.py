@@ -28,6 +28,7 @@ import grpc
 from cacheservice import __version__
 from cacheservice.client.channel import open_channel
 from cacheservice.client.deadlines import Deadline
+from cacheservice.client.lookup_request import lookup_call
 from cacheservice.client.plane import Plane
 from cacheservice.client.shared_memory import ArenaMapping, SharedMemoryPlane, map_arena
 from cacheservice.client.stream import StreamPlane
@@ -85,6 +86,7 @@ class Session:
         """`mapping_plane` is None where bytes are streamed."""
         self.link = link
         self.stub: Any = cache_pb2_grpc.CacheServiceStub(link.channel)
+        self.stub.Lookup = lookup_call(link.channel)
         self.token = welcome.session_token
         self.epoch = welcome.epoch
         self.piece_bytes = welcome.checksum_piece_bytes
