@@ -32,7 +32,7 @@ _READY_ELSEWHERE = int(Presence.READY_ELSEWHERE)
 
 
 class RemoteHint(NamedTuple):
-    """One chunk that another agent is said to hold. A tuple, since a lookup makes one for each of its chunks."""
+    """One chunk that another agent is said to hold."""
 
     node: int
     epoch: int
@@ -42,6 +42,10 @@ class RemoteHint(NamedTuple):
     number: int
     """Position in its chain, as far as a lookup told; 0 otherwise."""
     until_s: float
+
+
+_Remembered = tuple[int, int, int, ChunkKey | None, int, float]
+"""The fields of a `RemoteHint`, bare: a lookup makes one for each of its chunks, and few are asked for."""
 
 
 def group_masks(spec: NamespaceSpec) -> list[int]:
@@ -61,7 +65,7 @@ class RemoteHints:
         self._index = index
         self._clock = clock
         self._lock = threading.Lock()
-        self._hints: OrderedDict[tuple[bytes, bytes], RemoteHint] = OrderedDict()
+        self._hints: OrderedDict[tuple[bytes, bytes], _Remembered] = OrderedDict()
         self._distrusted: OrderedDict[tuple[bytes, bytes, int], float] = OrderedDict()
 
     def overlay(self, spec: NamespaceSpec, chunks: Sequence[ChunkKey], presence: bytearray) -> bool:
@@ -77,14 +81,14 @@ class RemoteHints:
         masks = group_masks(spec)
         digest, until_s = spec.digest, self._clock() + _FRESH_S
         parents = (None, *chunks)
-        hints: dict[tuple[bytes, bytes], RemoteHint] = {}
+        hints: dict[tuple[bytes, bytes], _Remembered] = {}
         for position, holder in zip(wanted, found, strict=True):
             if holder is None:
                 continue
             bitmap = holder.bitmap
-            hints[digest, chunks[position]] = RemoteHint(
-                holder.node, holder.epoch, bitmap, parents[position], position, until_s
-            )
+            hints[digest, chunks[position]] = (
+                holder.node, holder.epoch, bitmap, parents[position], position, until_s,
+            )  # fmt: skip
             if num_groups > 1:
                 mark_elsewhere(presence, position * num_groups, masks, bitmap)
             elif bitmap & masks[0] == masks[0]:
@@ -123,8 +127,9 @@ class RemoteHints:
         remembered: dict[ChunkKey, RemoteHint] = {}
         with self._lock:
             for chunk in chunks:
-                hint = self._hints.get((spec.digest, chunk))
-                if hint is not None:
+                known = self._hints.get((spec.digest, chunk))
+                if known is not None:
+                    hint = RemoteHint(*known)
                     remembered[chunk] = hint
                     if hint.until_s > now_s:
                         found[chunk] = hint
@@ -146,7 +151,7 @@ class RemoteHints:
         with self._lock:
             for chunk in chunks:
                 hint = self._hints.get((namespace, chunk))
-                if hint is not None and hint.node == node:
+                if hint is not None and hint[0] == node:
                     del self._hints[namespace, chunk]
                 self._distrusted[namespace, chunk, node] = until_s
                 if len(self._distrusted) > _MAX_REMEMBERED:
@@ -166,7 +171,7 @@ class RemoteHints:
         """Whether nobody else can be in the index, so that asking it per chunk is waste."""
         return self._index.status().health is IndexHealth.MEMORY and len(self._index.nodes()) < 2
 
-    def _remember(self, hints: Mapping[tuple[bytes, bytes], RemoteHint]) -> None:
+    def _remember(self, hints: Mapping[tuple[bytes, bytes], _Remembered]) -> None:
         """Keep them, newest last."""
         known = self._hints
         for name in hints:
@@ -187,9 +192,14 @@ class RemoteHints:
         epochs = {number: node.epoch for number, node in nodes.items() if node.address}
         now_s = self._clock()
         best: list[Holder | None] = []
+        # Chunks of one prompt mostly have the same claims, and then the index gives one object for all of them.
+        chosen_of, chosen = None, None
         with self._lock:
             distrusted = self._distrusted
             for chunk, holders in zip(chunks, claims, strict=True):
+                if holders is chosen_of and not distrusted:
+                    best.append(chosen)
+                    continue
                 usable = None
                 for holder in holders:
                     if (
@@ -204,6 +214,7 @@ class RemoteHints:
                         )
                     ):
                         usable = holder
+                chosen_of, chosen = holders, usable
                 best.append(usable)
         return best
 
