@@ -54,6 +54,7 @@ def test_the_connector_is_configured_as_the_readme_says() -> None:
             "socket_dir": "/run/larder",
             "engine_name": "decode",
             "role": "decode",
+            "lookup_ms": 1000,
         },
     }
 

@@ -16,6 +16,9 @@ from cacheservice.manifest import Device, KVCacheManifest, Role
 
 CONNECTOR = "LarderConnector"
 CONNECTOR_MODULE = "cacheservice.connector"
+CPU_LOOKUP_MS = 1000
+"""On a CPU a chunk takes longer to compute than this, and the agent shares the cores with the engine: waiting longer
+than the default 100 ms for an answer is the better bargain."""
 HASH_ALGORITHM = "sha256_cbor"
 CPU_KV_BYTES = 1 << 30
 """KV space of a cpu engine when args say nothing. vLLM's own default is a share of all memory: too much here."""
@@ -101,6 +104,8 @@ def kv_transfer_config(manifest: KVCacheManifest, site: EngineSite) -> dict[str,
     )
     extra["engine_name"] = site.name
     extra["role"] = str(site.role)
+    if manifest.engine.device is Device.CPU:
+        extra["lookup_ms"] = CPU_LOOKUP_MS
     if manifest.cache.tokens_per_chunk is not None:
         extra["tokens_per_chunk"] = manifest.cache.tokens_per_chunk
     sizes = sorted(
