@@ -346,14 +346,14 @@ def test_no_status_of_any_call_escapes_or_makes_a_hit(
         was_asked = agent.num_calls[method] > calls_before
         agent.script.clear()
         agent.shards.pop((SPEC.digest, key(1), 0, 0), None)
+        # Some end the session.
+        until(lambda: client.lookup(SPEC.digest, [key(0)]).reason is None, "connected anew")
         if not was_asked:
             assert method in ("Abort", "Write", "Read")
             continue
         assert (lookup.reason is not None) or method != "Lookup"
         assert stored is not Reason.HIT or method not in ("Reserve", "Commit", "Write"), code
         assert loaded is not Reason.HIT or method not in ("Acquire", "Read", "Release"), code
-        if code is grpc.StatusCode.UNAUTHENTICATED:
-            until(lambda: client.lookup(SPEC.digest, [key(0)]).reason is None, "connected anew")
 
 
 @pytest.mark.parametrize(
@@ -410,7 +410,10 @@ def test_agent_that_never_answers_costs_the_deadline(
             started = time.monotonic()
             reasons = call()
             assert time.monotonic() - started < 0.2 + SLACK_S
-            assert reasons in ([None], [Reason.HIT], [Reason.DEADLINE], [Reason.DUPLICATE])
+            misses = {Reason.DEADLINE, Reason.DUPLICATE}
+            if method == "Reserve":
+                misses.add(Reason.AGENT_DOWN)  # the session is over: nobody knows what it holds
+            assert set(reasons) <= {None, Reason.HIT, *misses}
     finally:
         over.set()
 

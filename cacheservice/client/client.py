@@ -302,6 +302,9 @@ class CacheClient:
         )
         answer = session.call("Reserve", request, deadline.left_s(self._deadlines.reserve_s))
         if isinstance(answer, Reason):
+            if answer in (Reason.DEADLINE, Reason.AGENT_DOWN):
+                # The agent may have reserved: it must not wait for the end of what is not known here.
+                self._keeper.give_up_reservations(session)
             return [answer] * len(writes)
         results = [Reason.INTERNAL] * len(writes)
         reserved: list[tuple[int, ReservedWrite]] = []

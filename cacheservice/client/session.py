@@ -77,6 +77,9 @@ of call slots or leases holds what is asked for as before, and only can't serve 
 session lives."""
 
 
+_UNANSWERED = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+
+
 class Session:
     """One live session: how to call the agent, and how bytes travel. Thread-safe; never reused once it ended."""
 
@@ -319,6 +322,17 @@ class SessionKeeper:
         for reservation_id in reservation_ids:
             self._queue_cleanup(session, "Abort", reservation_id)
 
+    def give_up_reservations(self, session: Session) -> None:
+        """End a session of whose reservations the agent may know more than this client, when it maps the arena.
+
+        What this client could write to waits for its word, which it can't give for reservations that it never heard of
+        or whose abort was lost. The end of the mapping, after the last copy, is that word for all of them; without a
+        mapping the agent frees them by itself.
+        """
+        if session.plane.name == "shared_memory":
+            session.end(Reason.AGENT_DOWN)
+            session.link.wake()
+
     def _queue_cleanup(self, session: Session, method: str, subject: int) -> None:
         with self._changed:
             if session.end_reason() is not None or len(self._cleanups) >= MAX_QUEUED_IDS:
@@ -537,6 +551,8 @@ class SessionKeeper:
             if isinstance(event, _Ended):
                 session.end(Reason.LEASE_LOST if event.is_answer else Reason.AGENT_DOWN)
                 return event.message
+            if session.end_reason() is Reason.AGENT_DOWN:
+                return "the agent left a reservation or its end unanswered"
             if session.end_reason() is not None:
                 return "the agent does not know the session any more"
             if (
@@ -638,6 +654,9 @@ class SessionKeeper:
                 middle = len(subjects) // 2
                 calls.extendleft([(method, subjects[middle:]), (method, subjects[:middle])])
             is_unanswered = answer is grpc.StatusCode.DEADLINE_EXCEEDED
+            if method == "Abort" and answer in _UNANSWERED:
+                self.give_up_reservations(session)
+                return
             if calls and (is_unanswered or self._clock() >= until):
                 with self._changed:
                     left = [
