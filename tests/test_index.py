@@ -20,6 +20,7 @@ from redis_server import RedisServer
 from cacheservice.core.keys import ChunkKey, NamespaceDigest
 from cacheservice.errors import ConfigError, IndexUnavailable
 from cacheservice.index.entry import MAX_HOLDERS
+from cacheservice.index.memory import MemoryIndex, MemoryIndexStore
 from cacheservice.index.port import Holder, Index, IndexHealth, Node
 
 NODES_AGE_S = 1.01
@@ -348,3 +349,15 @@ def test_counters_and_status_say_what_happened(world: World) -> None:
     for index in (a, b):
         index.close()
         index.close()
+
+
+def test_an_index_says_that_it_is_alone_only_when_it_is() -> None:
+    """An agent that believes it is alone asks nobody, so this must never be said too early."""
+    store = MemoryIndexStore()
+    first, second = MemoryIndex(store), MemoryIndex(store)
+    assert first.is_alone()
+    second.join(name="b", address="b:1", epoch=2)
+    assert not first.is_alone()
+    assert second.is_alone()
+    first.join(name="a", address="a:1", epoch=1)
+    assert not second.is_alone()

@@ -17,7 +17,7 @@ from cacheservice.core.keys import ChunkKey, NamespaceDigest
 from cacheservice.core.layout import NamespaceSpec
 from cacheservice.core.outcomes import Presence
 from cacheservice.errors import IndexUnavailable
-from cacheservice.index.port import Holder, Index, IndexHealth, Node
+from cacheservice.index.port import Holder, Index, Node
 
 _MAX_REMEMBERED = 65536
 _FRESH_S = 2.0
@@ -169,7 +169,7 @@ class RemoteHints:
 
     def is_alone(self) -> bool:
         """Whether nobody else can be in the index, so that asking it per chunk is waste."""
-        return self._index.status().health is IndexHealth.MEMORY and len(self._index.nodes()) < 2
+        return self._index.is_alone()
 
     def _remember(self, hints: Mapping[tuple[bytes, bytes], _Remembered]) -> None:
         """Keep them, newest last."""

@@ -268,6 +268,11 @@ class MemoryIndex:
             return IndexStatus(IndexHealth.UNREACHABLE, self._store.unavailable)
         return IndexStatus(IndexHealth.MEMORY)
 
+    def is_alone(self) -> bool:
+        """See `Index.is_alone`: leases that ran out count too, so a lonely agent asks now and then for nothing."""
+        others = self._store.leases.keys() - {self._number}
+        return not others and not self._store.unavailable
+
     def counters(self) -> Mapping[str, int]:
         """See `Index.counters`."""
         with self._store.lock:

@@ -118,6 +118,9 @@ class Index(Protocol):
     def status(self) -> IndexStatus:
         """Health as of the last call; never blocks."""
 
+    def is_alone(self) -> bool:
+        """True when nobody else can have announced anything, so that asking is waste. Cheap; never blocks or raises."""
+
     def counters(self) -> Mapping[str, int]:
         """Counts since start, monotonic: lookups, lookup_errors, malformed_entries, stale_entries, announcements,
         reannouncements."""

@@ -242,6 +242,10 @@ class RedisIndex:
             )
         return IndexStatus(IndexHealth.READY)
 
+    def is_alone(self) -> bool:
+        """See `Index.is_alone`: any agent may join at any time."""
+        return False
+
     def counters(self) -> Mapping[str, int]:
         """See `Index.counters`."""
         with self._lock:
