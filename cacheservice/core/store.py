@@ -443,8 +443,9 @@ class Store:
         takes_lease: bool,
         superseded: int = 0,
     ) -> tuple[bytearray, LookupLease | None]:
-        """`presence` and `lease_chunks` in one walk; then `superseded` is released if it still is a lease, an unknown one
-        is ignored.
+        """`presence` and `lease_chunks` in one walk; then `superseded` is released if it still is a lease.
+
+        An unknown `superseded` is ignored.
         """
         owner = self._live_session(session)
         namespace = self._open_namespace(ns)
