@@ -35,15 +35,19 @@ def cheapest_run(seeds: Iterable[Extent], span: int, price: Price) -> list[Exten
         cost, run = grown
         # Holes at both ends join the rest of the run. What they lose in stranded bytes is worth the eviction of hotter
         # chunks: without that, each replacement leaves its hole beside itself, and holes of a third of a shard stay.
-        total = free = 0
+        total = free = longest = 0
         for extent in run:
             total += extent.length
-            free += extent.length if extent.is_free else 0
+            if extent.is_free:
+                free += extent.length
+                longest = max(longest, extent.length)
         for end in (run[0].preceding, run[-1].following):
             if end is not None and end.is_free:
                 total += end.length
                 free += end.length
-        score = cost - JOINED_WORTH * (free - (total - span) % span)
+                longest = max(longest, end.length)
+        # Holes that come to lie together count as much: too small to fill now, they grow until one is long enough.
+        score = cost - JOINED_WORTH * max(free - (total - span) % span, free - longest)
         if score < best_score:
             best_score, best = score, run
     return best
