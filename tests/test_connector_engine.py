@@ -282,7 +282,14 @@ def test_hand_over_within_one_node(controls, agent):
         assert time.monotonic() - started < 60
         decode.drain()
         assert decode.totals()["outcome/load/hit"] > 0
-        assert exported("vllm:larder_outcomes_total", kind="load", reason="hit") == len(which)
+        loaded = exported("vllm:larder_outcomes_total", kind="load", reason="hit")
+        lookups = {
+            reason: exported("vllm:larder_outcomes_total", kind="lookup", reason=reason)
+            for reason in ("hit", "local")
+        }
+        # Some prompts begin like others of the batch: who comes second may find the first one's blocks in the engine.
+        assert lookups["hit"] == loaded > len(which) / 2, lookups
+        assert sum(lookups.values()) == len(which), lookups
         assert exported("vllm:larder_tokens_total", kind="load", what="served") > 0
 
 
