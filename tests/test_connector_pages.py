@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheservice.connector.pages import PageRuns, ShardLayout, group_pages
+from cacheservice.connector.copies import PageRuns
+from cacheservice.connector.pages import ShardLayout, group_pages
 from cacheservice.errors import RefusedError
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 7, 4, 2, 6

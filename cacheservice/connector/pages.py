@@ -1,15 +1,14 @@
-"""Where the bytes of a shard lie in the engine's KV cache, and copying them page run by page run.
+"""Where the bytes of a shard lie in the engine's KV cache.
 
 A shard is the concatenation, block by block and within a block layer by layer, of the runs that its head range covers:
 one run is the whole page where the rank holds exactly the heads of the shard, else the part of its heads in each kernel
 block. Padding is never touched. Built once in `register_kv_caches`; read by worker threads, immutable.
 
-This is the one module that touches page memory: a copier for CUDA takes the place of `PageRuns` and nothing else.
+Nothing is copied here: copies.py walks these layouts.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -136,58 +135,3 @@ class ShardLayout:
             starts.append(starts[-1] + run.length)
         self.starts = tuple(starts)
         self.block_bytes = starts[-1]
-
-
-class PageRuns:
-    """A shard's bytes in the KV cache, as source and as sink of the client.
-
-    `blocks[i]` is the block that holds bytes `[first_byte + i * block_bytes, …)` of the shard; bytes outside of the
-    given blocks must not be asked for. The caller guarantees that these blocks stay its own until the copy is done:
-    pinned for a save, allocated to a waiting request for a load. Thread-safe, since it has no state of its own.
-    """
-
-    __slots__ = ("_blocks", "_first_byte", "_layout")
-
-    def __init__(self, layout: ShardLayout, blocks: Sequence[int], *, first_byte: int = 0) -> None:
-        self._layout = layout
-        self._blocks = blocks
-        self._first_byte = first_byte
-
-    def gather(self, start: int, stop: int, destination: int) -> None:
-        """Copy bytes [start, stop) of the shard from the pages to `destination`."""
-        for page, at, length in self._walk(start, stop):
-            ctypes.memmove(destination + at, page, length)
-
-    def scatter(self, start: int, stop: int, source: int) -> None:
-        """Copy bytes [start, stop) of the shard from `source` into the pages."""
-        for page, at, length in self._walk(start, stop):
-            ctypes.memmove(page, source + at, length)
-
-    def _walk(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """(address in the page, offset from `start`, length) of every run part in [start, stop), in shard order."""
-        layout, blocks = self._layout, self._blocks
-        position = start - self._first_byte
-        end = stop - self._first_byte
-        if position < 0 or end > len(blocks) * layout.block_bytes:
-            raise IndexError(
-                f"bytes [{start}, {stop}) are outside of the {len(blocks)} blocks of this copy"
-            )
-        parts: list[tuple[int, int, int]] = []
-        at = 0
-        while position < end:
-            number, within = divmod(position, layout.block_bytes)
-            block = blocks[number]
-            for run, run_start, run_stop in zip(
-                layout.runs, layout.starts, layout.starts[1:], strict=False
-            ):
-                if run_stop <= within:
-                    continue
-                skip = within - run_start
-                length = min(run.length - skip, end - position)
-                parts.append((run.address + block * run.block_stride + skip, at, length))
-                at += length
-                position += length
-                within += length
-                if position >= end:
-                    break
-        return parts

@@ -18,6 +18,7 @@ from typing import Any
 
 from cacheservice.client.values import ShardRead, ShardWrite
 from cacheservice.connector.config import ConnectorConfig
+from cacheservice.connector.copies import PageRuns
 from cacheservice.connector.metadata import (
     LarderMetadata,
     LarderWorkerMetadata,
@@ -27,7 +28,7 @@ from cacheservice.connector.metadata import (
     SaveReport,
 )  # fmt: skip
 from cacheservice.connector.namespace import NamespacePlan, RankFacts
-from cacheservice.connector.pages import GroupPages, PageRuns, ShardLayout
+from cacheservice.connector.pages import GroupPages, ShardLayout
 from cacheservice.connector.pools import start_threads, submit_once
 from cacheservice.connector.stats import LarderStats, StatsRecorder
 from cacheservice.core.layout import GroupKind
