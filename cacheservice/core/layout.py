@@ -44,9 +44,16 @@ class GroupSpec:
     bytes_per_block: int
     """Payload of one block over all layers of the group and all distinct heads, unpadded."""
     num_shards: int = 1
-    """Distinct slices of one chunk; divides the number of KV heads."""
+    """Parts that one chunk is stored in; divides `num_heads`, or is 1."""
     window_tokens: int | None = None
     """Sliding window or local chunk in tokens; None for kinds that have none."""
+    num_heads: int = 1
+    """Distinct slices over all ranks: KV heads; ranks, for recurrent state that is split over them; 1 where every rank
+    holds the same bytes. More ranks than slices means that ranks hold the same slice."""
+
+    def num_replicas(self, tensor_parallel_size: int) -> int:
+        """How many consecutive ranks hold the same bytes."""
+        return max(1, tensor_parallel_size // self.num_heads)
 
     def stored_tokens(self, tokens_per_chunk: int) -> int:
         """How many tokens before a chunk's end one chunk of this group holds."""
