@@ -3,7 +3,7 @@
 # Several targets write .venv: one at a time.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format generate requirements venv venv-dev clean
+.PHONY: help demo test lint format generate requirements venv venv-dev vllm-newest clean
 
 BIN := .venv/bin
 ARGS ?=
@@ -23,7 +23,7 @@ help: ## list the targets
 demo: venv ## a prefill and a decode engine on CPU that share a cache; prints what it saves
 	@$(BIN)/larder demo examples/cpu-local.yaml $(ARGS)
 
-test: venv-dev ## every test, real Redis and real vLLM engines included (ARGS="-k name" for some)
+test: venv-dev vllm-newest ## every test, real Redis and real vLLM engines included (ARGS="-k name" for some)
 	@$(BIN)/python -m pytest $(ARGS)
 
 lint: venv-dev ## style, types, import rules, wire contract, generated code, stray names
@@ -50,6 +50,9 @@ venv: ## .venv with what the demo needs
 
 venv-dev: ## .venv with what tests and lint need too
 	@sh tools/bootstrap.sh --dev
+
+vllm-newest: venv-dev ## Python source of the newest vLLM into .cache, for the tests that compare interfaces
+	@$(BIN)/python tools/fetch_newest_vllm.py
 
 clean: ## remove .venv, models, runs and caches of this checkout
 	rm -rf .venv .cache .larder models dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
