@@ -231,11 +231,15 @@ def a_namespace(
     *,
     shard_bytes: Sequence[int] = (300_000,),
     num_shards: Sequence[int] | None = None,
+    kinds: Sequence[str] | None = None,
     name: str = "test",
 ) -> NamespaceSpec:
-    """A namespace with one full-attention group per entry."""
+    """A namespace with one group per entry, of full attention unless `kinds` say otherwise."""
     counts = num_shards or [1] * len(shard_bytes)
-    groups = [GroupShape("full", n, size) for n, size in zip(counts, shard_bytes, strict=True)]
+    kinds = kinds or ["full"] * len(shard_bytes)
+    groups = [
+        GroupShape(kind, n, size) for kind, n, size in zip(kinds, counts, shard_bytes, strict=True)
+    ]
     return build_namespace({"name": name}, tokens_per_chunk=256, groups=groups)
 
 

@@ -252,6 +252,33 @@ def test_hand_over_lookup_waits_for_chunks_that_nobody_began(session: StubSessio
     assert answer.lease_id
 
 
+@pytest.mark.parametrize("kind", ["recurrent", "sliding_window", "chunked_local"])
+def test_hand_over_waits_for_all_attention_and_the_last_state_only(
+    agent: Agent, session: StubSession, kind: str
+) -> None:
+    spec = a_namespace(shard_bytes=(1000, 3000), kinds=("full", kind), name=kind)
+    session.open(spec)
+    keys = [key_of(kind, n) for n in range(3)]
+    for key in keys[1:]:
+        session.store(spec, key, bytes_of(1000, "pages"))
+    # Closing the other session ends its lookup.
+    with ThreadPoolExecutor(2) as pool, stub_session(unix(agent)) as other:
+        in_vain = pool.submit(
+            other.lookup, spec, [key_of("never")],
+            wait=cache_pb2.LOOKUP_WAIT_HAND_OVER, wait_num_chunks=1, wait_ms=4000,
+        )  # fmt: skip
+        waiting = pool.submit(
+            session.lookup, spec, keys,
+            wait=cache_pb2.LOOKUP_WAIT_HAND_OVER, wait_num_chunks=3, wait_ms=5000,
+        )  # fmt: skip
+        session.store(spec, keys[2], bytes_of(3000, "state"), 1)
+        assert not waiting.done()
+        session.store(spec, keys[0], bytes_of(1000, "pages"))
+        here, absent = Presence.READY_HERE, Presence.ABSENT
+        assert list(waiting.result().presence) == [here, absent, here, absent, here, here]
+        assert not in_vain.done(), "it came back with its time, not with the last state"
+
+
 def test_lookup_wait_ends_with_its_time(session: StubSession) -> None:
     session.reserve(SPEC, (key_of("never"), 0, 0))
     answer = session.lookup(

@@ -33,7 +33,17 @@ ELSEWHERE = Presence.READY_ELSEWHERE
 class Pair:
     """An owner and a reader with a session each, in this process."""
 
-    def __init__(self, owner: Agent, reader: Agent, there: StubSession, here: StubSession) -> None:
+    def __init__(
+        self,
+        shared: MemoryIndexStore,
+        owner: Agent,
+        reader: Agent,
+        there: StubSession,
+        here: StubSession,
+    ) -> None:
+        self.shared = shared
+        self.target = f"unix:{reader.config.agent_socket}"
+        """Where the reader's engines find it."""
         self.owner = owner
         self.reader = reader
         self.there = there
@@ -66,7 +76,7 @@ def a_pair(*, reader_cpu: str = "32Mi", owner_cpu: str = "32Mi") -> Iterator[Pai
         stub_session(f"unix:{owner.config.agent_socket}") as there,
         stub_session(f"unix:{reader.config.agent_socket}") as here,
     ):
-        yield Pair(owner, reader, there, here)
+        yield Pair(shared, owner, reader, there, here)
         for agent in (owner, reader):
             with agent.guarded.reading() as store:
                 store.check_invariants()
@@ -261,8 +271,7 @@ def test_pulls_and_local_stores_that_race_never_mix_bytes(pair: Pair) -> None:
 
 def test_peers_are_served_only_what_is_here(pair: Pair) -> None:
     key, _ = pair.store_there("circle")
-    target = f"unix:{pair.reader.config.agent_socket}"
-    with stub_session(target, role=cache_pb2.CLIENT_ROLE_PEER) as peer:
+    with stub_session(pair.target, role=cache_pb2.CLIENT_ROLE_PEER) as peer:
         assert list(peer.lookup(SPEC, [key]).presence) == [Presence.ABSENT]
         _, found = peer.acquire(SPEC, (key, 0, 0), deadline_ms=10_000)
         assert found[0].result == NOT_FOUND
@@ -285,6 +294,88 @@ def test_hand_over_asks_the_owner_that_it_names(pair: Pair) -> None:
     lease, found = pair.here.acquire(SPEC, (key, 0, 0), deadline_ms=10_000)
     assert found[0].result == READY
     assert pair.here.read(lease, SIZE) == content
+
+
+@pytest.mark.parametrize("knows_owner", [True, False])
+def test_hand_over_of_a_recurrent_model_is_there_with_its_last_state(
+    pair: Pair, knows_owner: bool
+) -> None:
+    """States are kept only where a prompt ended; those of the chunks before never come, here or elsewhere."""
+    spec = a_namespace(shard_bytes=(1000, 3000), kinds=("full", "recurrent"), name="recurrent")
+    for session in (pair.there, pair.here):
+        session.open(spec)
+    keys = [key_of("recurrent", n) for n in range(3)]
+    owner = {}
+    if knows_owner:
+        pair.owner.guarded.on_changes(lambda changes: None)  # so the index can't help
+        owner = {"owner_node": pair.there.ping().node_number, "owner_epoch": pair.owner.epoch}
+    # Closing the other session ends its lookup.
+    with ThreadPoolExecutor(2) as pool, stub_session(pair.target) as other:
+        in_vain = pool.submit(
+            other.lookup, spec, [key_of("never")],
+            wait=cache_pb2.LOOKUP_WAIT_HAND_OVER, wait_num_chunks=1, wait_ms=4000,
+        )  # fmt: skip
+        asked = pool.submit(
+            pair.here.lookup, spec, keys, wait=cache_pb2.LOOKUP_WAIT_HAND_OVER, wait_num_chunks=3,
+            wait_ms=5000, **owner,
+        )  # fmt: skip
+        for key in keys:
+            pair.there.store(spec, key, bytes_of(1000, "pages"))
+        pair.there.store(spec, keys[2], bytes_of(3000, "state"), 1)
+        absent = Presence.ABSENT
+        answer = list(asked.result().presence)
+        assert answer == [ELSEWHERE, absent, ELSEWHERE, absent, ELSEWHERE, ELSEWHERE]
+        assert not in_vain.done(), "it came back with its time, not with the last state"
+
+
+def test_groups_of_one_chunk_come_from_the_agents_that_have_them(pair: Pair) -> None:
+    """Attention is at one agent, the state of the same chunk, which came later, only at another."""
+    spec = a_namespace(shard_bytes=(1000, 3000), num_shards=(2, 1), kinds=("full", "recurrent"))
+    key = key_of("spread")
+    index = MemoryIndex(pair.shared)
+    with (
+        local_agent(index=index, cpu="32Mi", listen="127.0.0.1:0", insecure=True) as third,
+        stub_session(f"unix:{third.config.agent_socket}") as elsewhere,
+    ):
+        for session in (pair.there, pair.here, elsewhere):
+            session.open(spec)
+        for shard in range(2):
+            pair.there.store(spec, key, bytes_of(1000, shard), 0, shard)
+        elsewhere.store(spec, key, bytes_of(3000, "state"), 1)
+        wait_until(
+            lambda: list(pair.here.lookup(spec, [key]).presence) == [ELSEWHERE] * 2,
+            what="both announcements",
+        )
+        lease, found = pair.here.acquire(
+            spec, (key, 0, 0), (key, 0, 1), (key, 1, 0), deadline_ms=10_000
+        )
+        assert [found[p].result for p in range(3)] == [READY] * 3
+        assert pair.here.read(lease, 1000, 1) == bytes_of(1000, 1)
+        assert pair.here.read(lease, 3000, 2) == bytes_of(3000, "state")
+        sent = (pair.owner._byte_streams.num_bytes_sent, third._byte_streams.num_bytes_sent)
+        assert sent == (2000, 3000)
+
+
+def test_state_that_comes_later_is_told_and_pulled_into_the_chunk_that_is_here(pair: Pair) -> None:
+    spec = a_namespace(shard_bytes=(1000, 3000), kinds=("full", "recurrent"))
+    key = key_of("later")
+    for session in (pair.there, pair.here):
+        session.open(spec)
+    pair.there.store(spec, key, bytes_of(1000, "pages"))
+    wait_until(
+        lambda: list(pair.here.lookup(spec, [key]).presence) == [ELSEWHERE, Presence.ABSENT],
+        what="the first announcement",
+    )
+    pair.here.acquire(spec, (key, 0, 0), deadline_ms=10_000)
+    pair.there.store(spec, key, bytes_of(3000, "state"), 1)
+    wait_until(
+        lambda: list(pair.here.lookup(spec, [key]).presence) == [Presence.READY_HERE, ELSEWHERE],
+        what="the second announcement",
+    )
+    lease, found = pair.here.acquire(spec, (key, 0, 0), (key, 1, 0), deadline_ms=10_000)
+    assert [found[p].result for p in range(2)] == [READY] * 2
+    assert pair.here.read(lease, 3000, 1) == bytes_of(3000, "state")
+    assert pair.owner._byte_streams.num_bytes_sent == 4000
 
 
 def test_hand_over_of_an_owner_that_is_gone_does_not_wait(pair: Pair) -> None:

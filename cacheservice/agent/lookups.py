@@ -16,19 +16,22 @@ from cacheservice.agent.remote_hints import RemoteHints
 from cacheservice.agent.sessions import Session
 from cacheservice.agent.waiting_calls import WaitingCalls
 from cacheservice.core.keys import ChunkKey
-from cacheservice.core.layout import NamespaceSpec
+from cacheservice.core.layout import GroupKind, NamespaceSpec
 from cacheservice.core.outcomes import Presence
-from cacheservice.core.store import Store
 
 _ABSENT = int(Presence.ABSENT)
+_READY_HERE = int(Presence.READY_HERE)
 _READY_ELSEWHERE = int(Presence.READY_ELSEWHERE)
+_PENDING = int(Presence.PENDING)
+_READY = (_READY_HERE, _READY_ELSEWHERE)
+_READ_WHOLE = (GroupKind.FULL.value, GroupKind.MLA.value)
 _INDEX_POLL_S = 0.1
 """How often a hand-over without a named owner asks the index again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What a lookup waits for. With a hand-over all named chunks must be ready, else none may be pending."""
+    """What a lookup waits for: what a hand-over promised (see `_promised`), or that no named chunk is pending."""
 
     num_chunks: int
     seconds: float
@@ -113,6 +116,7 @@ class Lookups:
         """Sleep until the wait is fulfilled or hopeless, or its time is over; `elsewhere` is brought up to date."""
         named = chunks[: wait.num_chunks]
         num_states = len(named) * len(spec.groups)
+        promised = _promised(spec, len(named)) if wait.is_hand_over else []
         deadline_s = self._guarded.clock() + wait.seconds
         owner_is_elsewhere = wait.owner_node != 0 and wait.owner_epoch != self._own_epoch
         asks_owner = sees_elsewhere and wait.is_hand_over and owner_is_elsewhere
@@ -120,7 +124,13 @@ class Lookups:
         next_poll_s = self._guarded.clock() + _INDEX_POLL_S
         while is_active():
             with self._guarded.waiting() as (store, sleep):
-                if self._is_fulfilled(store, spec, named, wait, elsewhere):
+                presence = store.presence(spec.digest, named)
+                if wait.is_hand_over:
+                    _overlay(presence, elsewhere)
+                    is_over = all(presence[position] in _READY for position in promised)
+                else:
+                    is_over = Presence.PENDING not in presence
+                if is_over:
                     return
                 now_s = self._guarded.clock()
                 if now_s >= deadline_s:
@@ -143,31 +153,35 @@ class Lookups:
                 if seen is None:
                     return  # it is gone, and with it the promise
                 for position in range(num_states):
-                    if seen[position] == Presence.READY_HERE:
-                        elsewhere[position] = Presence.READY_ELSEWHERE
+                    if seen[position] == _READY_HERE:
+                        elsewhere[position] = _READY_ELSEWHERE
             else:
-                # Only what is not known to be elsewhere is of interest; local states are read under the lock anyway.
-                asked = bytearray(
-                    s if s == Presence.READY_ELSEWHERE else Presence.ABSENT
-                    for s in elsewhere[:num_states]
-                )
+                # Asked for is only what was promised and was not seen elsewhere yet; what is here is read above.
+                asked = bytearray([_PENDING]) * num_states
+                for position in promised:
+                    asked[position] = (
+                        _ABSENT if elsewhere[position] != _READY_ELSEWHERE else _PENDING
+                    )
                 self._hints.overlay(spec, named, asked)
-                elsewhere[:num_states] = asked
+                for position in promised:
+                    if asked[position] == _READY_ELSEWHERE:
+                        elsewhere[position] = _READY_ELSEWHERE
                 next_poll_s = self._guarded.clock() + _INDEX_POLL_S
 
-    def _is_fulfilled(
-        self,
-        store: Store,
-        spec: NamespaceSpec,
-        named: Sequence[ChunkKey],
-        wait: Wait,
-        elsewhere: bytearray,
-    ) -> bool:
-        presence = store.presence(spec.digest, named)
-        if not wait.is_hand_over:
-            return Presence.PENDING not in presence
-        _overlay(presence, elsewhere)
-        return Presence.ABSENT not in presence and Presence.PENDING not in presence
+
+def _promised(spec: NamespaceSpec, num_chunks: int) -> list[int]:
+    """Positions among presence codes of what a hand-over of `num_chunks` chunks promises, which is a hit at their end.
+
+    It reads every chunk of full attention and MLA, but only the end of windows and the last recurrent state: what other
+    kinds have of earlier chunks was perhaps never stored. A window that is longer than a chunk reads some chunks more,
+    which their writer has committed by then: chunks are stored in order.
+    """
+    num_groups = len(spec.groups)
+    promised: list[int] = []
+    for number, group in enumerate(spec.groups):
+        first = 0 if group.kind in _READ_WHOLE else num_chunks - 1
+        promised += range(first * num_groups + number, num_chunks * num_groups, num_groups)
+    return promised
 
 
 def _overlay(presence: bytearray, elsewhere: bytearray) -> None:

@@ -134,21 +134,32 @@ class PeerPulls:
     ) -> PullTicket:
         """Fetch what others are said to hold; what nobody holds is simply absent when the ticket is done."""
         ticket = PullTicket()
-        chunks = list(dict.fromkeys(chunk for chunk, _, _ in shards))
-        hints = self._hints.find(spec, chunks)
+        bits = [1 << spec.shard_bit(group, shard) for _, group, shard in shards]
+        asked: dict[ChunkKey, int] = {}
+        for (chunk, _, _), bit in zip(shards, bits, strict=True):
+            asked[chunk] = asked.get(chunk, 0) | bit
+        hints = self._hints.find(spec, asked)
+        owners = {(h.node, h.epoch) for hint in hints.values() for h in hint.holders.each}
+        nodes = {owner: self._hints.node(*owner) for owner in owners}
         by_owner: dict[tuple[int, int], list[tuple[ShardName, RemoteHint]]] = {}
-        for name in shards:
+        for name, bit in zip(shards, bits, strict=True):
             hint = hints.get(name[0])
-            if hint is not None and hint.bitmap >> spec.shard_bit(name[1], name[2]) & 1:
-                by_owner.setdefault((hint.node, hint.epoch), []).append((name, hint))
+            if hint is None:
+                continue
+            # Attention may be at one agent and a recurrent state, that came later, at another.
+            for holder in hint.holders.each:
+                owner = (holder.node, holder.epoch)
+                if holder.bitmap & bit and nodes[owner] is not None:
+                    by_owner.setdefault(owner, []).append((name, hint))
+                    break
         jobs = []
         deadline_s = min(deadline_s, self._guarded.clock() + self._most_s)
-        for (number, epoch), wanted in by_owner.items():
-            node = self._hints.node(number, epoch)
-            if node is not None:
-                jobs += [
-                    _Job(spec, node, batch, deadline_s, ticket) for batch in _batches(spec, wanted)
-                ]
+        for owner, wanted in by_owner.items():
+            node = nodes[owner]
+            assert node is not None
+            jobs += [
+                _Job(spec, node, batch, deadline_s, ticket) for batch in _batches(spec, wanted)
+            ]
         ticket.num_open = len(jobs)
         for job in jobs:
             self._submit(job)

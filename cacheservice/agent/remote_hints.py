@@ -1,7 +1,8 @@
 """What other agents are said to hold: answers of the index, and of owners that a hand-over named.
 
-Hints only: the owner confirms before any byte moves. One that turned out wrong is not believed again for a while.
-Called by `lookups.py` (which overlays them on local presence) and `acquire.py` (which asks where to pull from).
+Hints only: the owner confirms before any byte moves. One that turned out wrong is not believed again for a while. Of a
+chunk with several groups one agent may hold some and another the rest, so a hint names as many holders as it takes.
+Called by `lookups.py` (which overlays them on local presence) and `pulls.py` (which asks where to pull from).
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress, repeat
 from typing import NamedTuple
 
 from cacheservice.agent.config import parse_host_port
@@ -29,14 +31,23 @@ _CPU_TIER = 1
 _ABSENT = int(Presence.ABSENT)
 _READY_HERE = int(Presence.READY_HERE)
 _READY_ELSEWHERE = int(Presence.READY_ELSEWHERE)
+_ABSENT_BYTE = bytes((_ABSENT,))
+_ELSEWHERE_BYTE = bytes((_READY_ELSEWHERE,))
+
+
+class Holders(NamedTuple):
+    """Who together is said to hold what of one chunk."""
+
+    each: tuple[Holder, ...]
+    """Who has most first; each has shards that those before it lack."""
+    bitmap: int
+    """Shards that any of them has."""
 
 
 class RemoteHint(NamedTuple):
-    """One chunk that another agent is said to hold."""
+    """One chunk that other agents are said to hold."""
 
-    node: int
-    epoch: int
-    bitmap: int
+    holders: Holders
     parent: ChunkKey | None
     """Key of the chunk before it, as far as a lookup told; None otherwise."""
     number: int
@@ -44,18 +55,11 @@ class RemoteHint(NamedTuple):
     until_s: float
 
 
-_Remembered = tuple[int, int, int, ChunkKey | None, int, float]
+_NOBODY = Holders((), 0)
+_Name = tuple[bytes, bytes]
+"""Namespace and chunk."""
+_Remembered = tuple[Holders, ChunkKey | None, int, float]
 """The fields of a `RemoteHint`, bare: a lookup makes one for each of its chunks, and few are asked for."""
-
-
-def group_masks(spec: NamespaceSpec) -> list[int]:
-    """Per group the bits of all its shards in the index's bitmap."""
-    masks = []
-    first = 0
-    for group in spec.groups:
-        masks.append(((1 << group.num_shards) - 1) << first)
-        first += group.num_shards
-    return masks
 
 
 class RemoteHints:
@@ -65,7 +69,10 @@ class RemoteHints:
         self._index = index
         self._clock = clock
         self._lock = threading.Lock()
-        self._hints: OrderedDict[tuple[bytes, bytes], _Remembered] = OrderedDict()
+        # Two generations, so that a lookup's hints are kept by one update: when the younger one is half of what may be
+        # remembered, the older one goes.
+        self._young: dict[_Name, _Remembered] = {}
+        self._old: dict[_Name, _Remembered] = {}
         self._distrusted: OrderedDict[tuple[bytes, bytes, int], float] = OrderedDict()
 
     def overlay(self, spec: NamespaceSpec, chunks: Sequence[ChunkKey], presence: bytearray) -> bool:
@@ -73,28 +80,21 @@ class RemoteHints:
         if _ABSENT not in presence or self.is_alone():
             return True
         num_groups = len(spec.groups)
-        absent = [at for at, state in enumerate(presence) if state == _ABSENT]
-        wanted = absent if num_groups == 1 else sorted({at // num_groups for at in absent})
-        found = self._ask(spec.digest, [chunks[p] for p in wanted])
+        asked: Sequence[ChunkKey] = chunks
+        numbers: Sequence[int] = range(len(chunks))
+        parents: Sequence[ChunkKey | None] = [None, *chunks[:-1]]
+        if presence.count(_ABSENT) < len(presence):
+            numbers = sorted({at // num_groups for at, s in enumerate(presence) if s == _ABSENT})
+            asked = [chunks[number] for number in numbers]
+            parents = [parents[number] for number in numbers]
+        found = self._ask(spec.digest, asked)
         if found is None:
             return False
-        masks = group_masks(spec)
-        digest, until_s = spec.digest, self._clock() + _FRESH_S
-        parents = (None, *chunks)
-        hints: dict[tuple[bytes, bytes], _Remembered] = {}
-        for position, holder in zip(wanted, found, strict=True):
-            if holder is None:
-                continue
-            bitmap = holder.bitmap
-            hints[digest, chunks[position]] = (
-                holder.node, holder.epoch, bitmap, parents[position], position, until_s,
-            )  # fmt: skip
-            if num_groups > 1:
-                mark_elsewhere(presence, position * num_groups, masks, bitmap)
-            elif bitmap & masks[0] == masks[0]:
-                presence[position] = _READY_ELSEWHERE
+        _mark_elsewhere(presence, _group_masks(spec), numbers, found)
+        hints = zip(found, parents, numbers, repeat(self._clock() + _FRESH_S), strict=False)
+        are_held = [holders.bitmap for holders in found]
         with self._lock:
-            self._remember(hints)
+            self._remember(spec.digest, compress(asked, are_held), compress(hints, are_held))
         return True
 
     def learn(
@@ -107,42 +107,55 @@ class RemoteHints:
     ) -> None:
         """Remember what an owner said itself (its answer to a lookup of the same chunks)."""
         num_groups = len(spec.groups)
-        masks = group_masks(spec)
+        masks = _group_masks(spec)
         until_s = self._clock() + _DISTRUST_S
-        with self._lock:
-            for position, chunk in enumerate(chunks):
-                states = presence[position * num_groups : (position + 1) * num_groups]
-                bitmap = sum(m for m, s in zip(masks, states, strict=True) if s == _READY_HERE)
-                if not bitmap:
-                    continue
+        held: list[ChunkKey] = []
+        hints: list[_Remembered] = []
+        for position, chunk in enumerate(chunks):
+            states = presence[position * num_groups : (position + 1) * num_groups]
+            bitmap = sum(m for m, s in zip(masks, states, strict=True) if s == _READY_HERE)
+            if bitmap:
                 parent = chunks[position - 1] if position else None
-                self._distrusted.pop((spec.digest, chunk, node), None)
-                hint = RemoteHint(node, epoch, bitmap, parent, position, until_s)
-                self._remember({(spec.digest, chunk): hint})
-
-    def find(self, spec: NamespaceSpec, chunks: Sequence[ChunkKey]) -> dict[ChunkKey, RemoteHint]:
-        """Where the chunks are said to be; those that are nowhere are left out."""
-        now_s = self._clock()
-        found: dict[ChunkKey, RemoteHint] = {}
-        remembered: dict[ChunkKey, RemoteHint] = {}
+                holders = Holders((Holder(node, _CPU_TIER, epoch, bitmap),), bitmap)
+                held.append(chunk)
+                hints.append((holders, parent, position, until_s))
         with self._lock:
-            for chunk in chunks:
-                known = self._hints.get((spec.digest, chunk))
-                if known is not None:
-                    hint = RemoteHint(*known)
-                    remembered[chunk] = hint
-                    if hint.until_s > now_s:
-                        found[chunk] = hint
-        unknown = [chunk for chunk in chunks if chunk not in found]
+            for chunk in held:
+                self._distrusted.pop((spec.digest, chunk, node), None)
+            self._remember(spec.digest, held, hints)
+
+    def find(
+        self, spec: NamespaceSpec, wanted: Mapping[ChunkKey, int]
+    ) -> dict[ChunkKey, RemoteHint]:
+        """Where the chunks are said to be, of which the shards in the given bitmaps are wanted; those that are nowhere
+        are left out.
+        """
+        now_s = self._clock()
+        known: dict[ChunkKey, RemoteHint] = {}
+        with self._lock:
+            for chunk in wanted:
+                name = (spec.digest, chunk)
+                remembered = self._young.get(name) or self._old.get(name)
+                if remembered is not None:
+                    known[chunk] = RemoteHint(*remembered)
+        found = {chunk: hint for chunk, hint in known.items() if hint.until_s > now_s}
+        unknown = [
+            chunk
+            for chunk, bitmap in wanted.items()
+            if chunk not in found or bitmap & ~found[chunk].holders.bitmap
+        ]
         if not unknown or self.is_alone():
             return found
-        for chunk, holder in zip(unknown, self._ask(spec.digest, unknown) or [], strict=False):
-            if holder is not None:
-                old = remembered.get(chunk)
+        told = self._ask(spec.digest, unknown) or []
+        for chunk, holders in zip(unknown, told, strict=False):
+            fresh = found.get(chunk)
+            if fresh is not None:
+                # An owner may have told us before it told the index.
+                holders = _choose([*fresh.holders.each, *holders.each])
+            if holders.bitmap:
+                old = known.get(chunk)
                 parent, number = (old.parent, old.number) if old is not None else (None, 0)
-                found[chunk] = RemoteHint(
-                    holder.node, holder.epoch, holder.bitmap, parent, number, now_s + _FRESH_S
-                )
+                found[chunk] = RemoteHint(holders, parent, number, now_s + _FRESH_S)
         return found
 
     def distrust(self, namespace: NamespaceDigest, chunks: Sequence[ChunkKey], node: int) -> None:
@@ -150,10 +163,14 @@ class RemoteHints:
         until_s = self._clock() + _DISTRUST_S
         with self._lock:
             for chunk in chunks:
-                hint = self._hints.get((namespace, chunk))
-                if hint is not None and hint[0] == node:
-                    del self._hints[namespace, chunk]
+                name = (namespace, chunk)
+                for generation in (self._young, self._old):
+                    hint = generation.get(name)
+                    if hint is not None:
+                        others = _choose(h for h in hint[0].each if h.node != node)
+                        generation[name] = (others, *hint[1:])
                 self._distrusted[namespace, chunk, node] = until_s
+                self._distrusted.move_to_end((namespace, chunk, node))
                 if len(self._distrusted) > _MAX_REMEMBERED:
                     self._distrusted.popitem(last=False)
 
@@ -171,19 +188,19 @@ class RemoteHints:
         """Whether nobody else can be in the index, so that asking it per chunk is waste."""
         return self._index.is_alone()
 
-    def _remember(self, hints: Mapping[tuple[bytes, bytes], _Remembered]) -> None:
-        """Keep them, newest last."""
-        known = self._hints
-        for name in hints:
-            known.pop(name, None)
-        known.update(hints)
-        while len(known) > _MAX_REMEMBERED:
-            known.popitem(last=False)
+    def _remember(
+        self,
+        namespace: NamespaceDigest,
+        chunks: Iterable[ChunkKey],
+        hints: Iterable[_Remembered],
+    ) -> None:
+        # All in one update without a loop of ours: most of a lookup's time would go there.
+        self._young.update(zip(zip(repeat(namespace), chunks, strict=False), hints, strict=False))
+        if len(self._young) >= _MAX_REMEMBERED // 2:
+            self._old, self._young = self._young, {}
 
-    def _ask(
-        self, namespace: NamespaceDigest, chunks: Sequence[ChunkKey]
-    ) -> list[Holder | None] | None:
-        """The best believable holder per chunk; None when the index did not answer."""
+    def _ask(self, namespace: NamespaceDigest, chunks: Sequence[ChunkKey]) -> list[Holders] | None:
+        """The believable holders per chunk; None when the index did not answer."""
         try:
             claims = self._index.lookup(namespace, chunks)
             nodes = self._index.nodes() if any(claims) else {}
@@ -191,39 +208,65 @@ class RemoteHints:
             return None
         epochs = {number: node.epoch for number, node in nodes.items() if node.address}
         now_s = self._clock()
-        best: list[Holder | None] = []
-        # Chunks of one prompt mostly have the same claims, and then the index gives one object for all of them.
-        chosen_of, chosen = None, None
         with self._lock:
             distrusted = self._distrusted
-            for chunk, holders in zip(chunks, claims, strict=True):
-                if holders is chosen_of and not distrusted:
-                    best.append(chosen)
-                    continue
-                usable = None
-                for holder in holders:
-                    if (
-                        holder.tier == _CPU_TIER
-                        and epochs.get(holder.node) == holder.epoch
-                        and not (
-                            distrusted
-                            and distrusted.get((namespace, chunk, holder.node), 0.0) > now_s
-                        )
-                        and (
-                            usable is None or holder.bitmap.bit_count() > usable.bitmap.bit_count()
-                        )
-                    ):
-                        usable = holder
-                chosen_of, chosen = holders, usable
-                best.append(usable)
-        return best
+            while distrusted and next(iter(distrusted.values())) <= now_s:
+                distrusted.popitem(last=False)
+
+            def choose(chunk: ChunkKey | None, claimed: Iterable[Holder]) -> Holders:
+                return _choose(
+                    holder
+                    for holder in claimed
+                    if holder.tier == _CPU_TIER
+                    and epochs.get(holder.node) == holder.epoch
+                    and (namespace, chunk, holder.node) not in distrusted
+                )
+
+            if distrusted:
+                return list(map(choose, chunks, claims))
+            # Chunks of one prompt mostly have the same claims, and then the index gives one object for all of them.
+            distinct = {id(claimed): claimed for claimed in claims}
+            chosen = {which: choose(None, claimed) for which, claimed in distinct.items()}
+            return [chosen[id(claimed)] for claimed in claims]
 
 
-def mark_elsewhere(presence: bytearray, first: int, masks: Sequence[int], bitmap: int) -> None:
-    """Set the absent groups of one chunk that `bitmap` covers in full to READY_ELSEWHERE."""
-    for group, mask in enumerate(masks):
-        if presence[first + group] == _ABSENT and bitmap & mask == mask:
-            presence[first + group] = _READY_ELSEWHERE
+def _choose(believable: Iterable[Holder]) -> Holders:
+    each: list[Holder] = []
+    bitmap = 0
+    for holder in sorted(believable, key=lambda h: h.bitmap.bit_count(), reverse=True):
+        if holder.bitmap & ~bitmap:
+            each.append(holder)
+            bitmap |= holder.bitmap
+    return Holders(tuple(each), bitmap) if each else _NOBODY
+
+
+def _group_masks(spec: NamespaceSpec) -> list[int]:
+    """Per group the bits of all its shards in the index's bitmap."""
+    masks = []
+    first = 0
+    for group in spec.groups:
+        masks.append(((1 << group.num_shards) - 1) << first)
+        first += group.num_shards
+    return masks
+
+
+def _mark_elsewhere(
+    presence: bytearray, masks: Sequence[int], numbers: Sequence[int], found: Sequence[Holders]
+) -> None:
+    """Set what is absent to READY_ELSEWHERE where the holders have all shards of the group; `found` is of the chunks
+    with these numbers, which are all of which something is absent.
+    """
+    num_groups = len(masks)
+    if len(set(map(id, found))) == 1:
+        for group, mask in enumerate(masks):
+            if found[0].bitmap & mask == mask:
+                states = presence[group::num_groups]
+                presence[group::num_groups] = states.replace(_ABSENT_BYTE, _ELSEWHERE_BYTE)
+        return
+    for number, holders in zip(numbers, found, strict=True):
+        for position, mask in enumerate(masks, number * num_groups):
+            if presence[position] == _ABSENT and holders.bitmap & mask == mask:
+                presence[position] = _READY_ELSEWHERE
 
 
 def _is_address(address: str) -> bool:
