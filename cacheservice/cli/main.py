@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cacheservice import __version__
+from cacheservice.cli.bench import bench_app
 from cacheservice.errors import ConfigError, LarderError
 from cacheservice.local.processes import Interrupted, termination_raises
 from cacheservice.manifest import ManifestRefused
@@ -29,6 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Larder keeps the KV cache of language models, so that no prompt prefix is computed twice.",
 )  # fmt: skip
+app.add_typer(bench_app)
 
 DirOption = Annotated[
     Path,
