@@ -7,6 +7,7 @@
 
 BIN := .venv/bin
 ARGS ?=
+MODEL = llama
 
 # Real engines in tests: no network, no usage reports, one thread each, one process where the test does not say otherwise.
 test: export HF_HUB_OFFLINE = 1
@@ -20,8 +21,8 @@ test: export VLLM_ENABLE_V1_MULTIPROCESSING = 0
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: venv ## a prefill and a decode engine on CPU that share a cache; prints what it saves
-	@$(BIN)/larder demo examples/cpu-local.yaml $(ARGS)
+demo: venv ## a prefill and a decode engine on CPU that share a cache; prints what it saves (MODEL=gemma3, gptoss, qwen3next)
+	@$(BIN)/larder demo examples/cpu-local$(if $(filter llama,$(MODEL)),,-$(MODEL)).yaml $(ARGS)
 
 test: venv-dev vllm-newest ## every test, real Redis and real vLLM engines included (ARGS="-k name" for some)
 	@$(BIN)/python -m pytest $(ARGS)

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,15 +11,11 @@ import pytest
 
 from cacheservice.errors import ConfigError
 from cacheservice.local import model as maker
-from cacheservice.local.model import (
-    DEMO,
-    MARKER,
-    TINY,
-    Recipe,
-    is_complete,
-    make_model,
-    make_tiny_model,
-)
+from cacheservice.local.model import MARKER, is_complete, make_model, make_tiny_model
+from cacheservice.local.model_recipes import DEMO, DEMO_SHAPES, DEMOS, TINY, Recipe
+from cacheservice.manifest import load_manifest
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def silent(line: str) -> None:
@@ -58,11 +55,13 @@ def test_text_survives_the_tokenizer(tiny):
     assert chat == "<s>user: hello\n<s>assistant:"
 
 
-def test_greedy_output_depends_on_early_tokens_and_does_not_repeat_itself(tiny):
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gptoss", "qwen3next"])
+def test_greedy_output_depends_on_early_tokens_and_does_not_repeat_itself(name, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    folder = make_tiny_model(tmp_path / name, name, report=silent)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     draw = torch.Generator().manual_seed(1)
     prompts = torch.randint(4, 1000, (1, 300), generator=draw).repeat(4, 1)
     prompts[1:, 20:36] = torch.randint(4, 1000, (3, 16), generator=draw)
@@ -72,6 +71,44 @@ def test_greedy_output_depends_on_early_tokens_and_does_not_repeat_itself(tiny):
     assert not {token for answer in answers for token in answer} & {0, 1, 2, 3}, (
         "an answer ends by itself"
     )
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_weights_of_every_tiny_model_are_finite_and_the_same_each_time(name, tmp_path):
+    """from_config leaves parameters of some architectures as they lie in memory."""
+    import torch
+    from safetensors.torch import load_file
+
+    first, second = (
+        load_file(
+            make_tiny_model(tmp_path / place / name, name, report=silent) / "model.safetensors"
+        )
+        for place in ("one", "two")
+    )
+    assert first.keys() == second.keys()
+    for tensor, weight in first.items():
+        assert torch.isfinite(weight).all(), tensor
+        assert torch.equal(weight, second[tensor]), tensor
+    config = json.loads((tmp_path / "one" / name / "config.json").read_text())
+    assert TINY[name].lost_by_transformers.items() <= config.items()
+
+
+@pytest.mark.parametrize("shape", sorted(DEMOS))
+def test_make_demo_runs_an_example_that_makes_the_model_of_that_shape(shape):
+    command = subprocess.run(
+        ["make", "-n", "demo", f"MODEL={shape}"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    example = re.search(r"larder demo (\S+)", command)
+    assert example is not None, command
+    manifest = load_manifest(ROOT / example[1])
+    assert manifest.model is not None
+    assert DEMO_SHAPES[manifest.model.name] == shape
+    dtype = f"--dtype={DEMOS[shape].dtype}"
+    for role in (manifest.prefill, manifest.decode):
+        assert role is not None
+        assert dtype in role.args
+    assert len({recipe.name for recipe in DEMOS.values()}) == len(DEMOS), "two share a folder"
 
 
 def test_complete_model_is_left_alone(tiny):

@@ -16,90 +16,45 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import hashlib
 import json
+import math
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from cacheservice.errors import ConfigError
+from cacheservice.local.model_recipes import DEMOS, TINY, Dtype, Recipe
 
 if TYPE_CHECKING:
     import torch
 
-DEMO_MODEL_NAME = "larder-demo"
-"""`spec.model.name` for which `larder up` makes the demo model by itself."""
-
 MARKER = "larder-model.json"
-Dtype = Literal["float32", "bfloat16"]
+SLOWEST_DECAY, FASTEST_DECAY = 0.002, 0.05
+NARROW = 0.02
 Report = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """Everything that the files of a model depend on, besides the versions of torch, transformers and Python.
-
-    Shapes obey vLLM's CPU backend (head sizes 32, 64, 80, 96, 112, 128 and more). `weight_gain` is the standard
-    deviation of a matrix times the square root of its input width: 1 keeps the size of activations.
-    """
-
-    name: str
-    dtype: Dtype
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_size: int
-    max_tokens: int
-    weight_gain: float
-    query_key_gain: float
-    seed: int = 7
-    version: int = 1  # raise it when this file writes something else for the same recipe
-
-    @property
-    def digest(self) -> str:
-        """Names the recipe; a folder with another digest is made again."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
-
-
-# 84 M parameters; in fp32, so that outputs with and without cache can be compared token by token.
-# Few wide layers with heads of 128: on a 2.5 GHz Xeon with AVX-512 vLLM takes 4.3-5.4 s for 4,000
-# tokens on two cores (0.1 s from its own prefix cache) and 8-9 s on one, where 12 layers of 768 with
-# heads of 64 take 11 s: attention costs more per operation on CPU than the other matrix products do.
-# 12 KiB of KV per token.
-DEMO = Recipe(
-    name="demo", dtype="float32", vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_layers=6,
-    num_query_heads=8, num_kv_heads=2, head_size=128, max_tokens=16384, weight_gain=1.5, query_key_gain=1.5,
-)  # fmt: skip
-
-TINY = {
-    "llama": Recipe(
-        name="llama", dtype="float32", vocab_size=1024, hidden_size=256, intermediate_size=512, num_layers=4,
-        num_query_heads=4, num_kv_heads=2, head_size=64, max_tokens=8192, weight_gain=2.0, query_key_gain=2.0,
-    ),
-}  # fmt: skip
-
-
-def make_demo_model(folder: Path, *, report: Report) -> Path:
-    """Make the demo model in `folder` (340 MB, about 15 s) unless it is there, and return the folder.
+def make_demo_model(folder: Path, shape: str = "llama", *, report: Report) -> Path:
+    """Make the demo model of `shape` (a key of DEMOS) in `folder` (340 MB, about 15 s) unless it is there.
 
     `report` gets one line before each slow step. Raises ConfigError when the folder holds something else.
     """
-    return make_model(folder, DEMO, report=report)
+    return make_model(folder, DEMOS[shape], report=report)
 
 
 def make_tiny_model(
-    folder: Path, name: str = "llama", *, dtype: Dtype = "float32", report: Report
+    folder: Path, name: str = "llama", *, dtype: Dtype | None = None, report: Report
 ) -> Path:
-    """Make the model for tests called `name` (a key of TINY; KeyError otherwise) in `folder` unless it is there."""
-    recipe = Recipe(**{**asdict(TINY[name]), "dtype": dtype})
+    """Make the model for tests called `name` (a key of TINY; KeyError otherwise) in `folder` unless it is there.
+
+    `dtype` None is that of the recipe.
+    """
+    recipe = TINY[name] if dtype is None else replace(TINY[name], dtype=dtype)
     return make_model(folder, recipe, report=report)
 
 
@@ -165,21 +120,13 @@ def _write_model(folder: Path, recipe: Recipe, report: Report) -> None:
     report(f"training a tokenizer of {recipe.vocab_size} tokens")
     _write_tokenizer(folder, recipe)
 
-    config = transformers.LlamaConfig(
-        vocab_size=recipe.vocab_size,
-        hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.intermediate_size,
-        num_hidden_layers=recipe.num_layers,
-        num_attention_heads=recipe.num_query_heads,
-        num_key_value_heads=recipe.num_kv_heads,
-        head_dim=recipe.head_size,
-        max_position_embeddings=recipe.max_tokens,
-        tie_word_embeddings=False,
-        unk_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=3,
-    )
+    config = getattr(transformers, recipe.config_class)(
+        vocab_size=recipe.vocab_size, max_position_embeddings=recipe.max_tokens, tie_word_embeddings=False,
+        unk_token_id=0, bos_token_id=1, eos_token_id=2, pad_token_id=3, **recipe.config,
+    )  # fmt: skip
+    for name, value in recipe.lost_by_transformers.items():
+        setattr(config, name, value)
+    torch.manual_seed(recipe.seed)  # for what an architecture draws and `_draw_weights` leaves
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     report(f"drawing {num_parameters / 1e6:.0f} M weights")
@@ -200,19 +147,43 @@ def _draw_weights(model: torch.nn.Module, recipe: Recipe) -> None:
     generator = torch.Generator().manual_seed(recipe.seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
-            if parameter.dim() < 2:
-                continue  # the weights of norms stay 1
-            if "embed_tokens" in name:
-                deviation = 1.0
-            else:
-                is_query_or_key = "q_proj" in name or "k_proj" in name
-                gain = recipe.query_key_gain if is_query_or_key else recipe.weight_gain
-                deviation = gain / parameter.shape[1] ** 0.5
-            parameter.normal_(0.0, deviation, generator=generator)
-            if "lm_head" in name:
-                # Logits of <unk>, <s>, </s> and <pad> are 0, which never wins: answers are as long
-                # as they are asked to be.
-                parameter[:4] = 0.0
+            _draw(name, parameter, recipe, generator)
+
+
+def _draw(name: str, weight: torch.Tensor, recipe: Recipe, generator: torch.Generator) -> None:
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        weight.add_(
+            recipe.query_key_gain - 1
+        )  # zero-centred in some architectures: begins at 0 or at 1
+    elif name.endswith("A_log"):
+        # Decay per token of recurrent state. As transformers draws it most heads forget within a few tokens, and a
+        # state that was corrupted would change nothing.
+        weight.uniform_(math.log(SLOWEST_DECAY), math.log(FASTEST_DECAY), generator=generator)
+    elif name.endswith(("bias", "sinks")) and "dt_bias" not in name:
+        weight.normal_(
+            0.0, NARROW, generator=generator
+        )  # from_config leaves some of these as they lie in memory
+    elif weight.dim() < 2:
+        pass  # the weights of norms stay 1
+    elif "embed_tokens" in name:
+        weight.normal_(0.0, recipe.embedding_deviation, generator=generator)
+    else:
+        is_query_or_key = "q_proj" in name or "k_proj" in name
+        gain = recipe.query_key_gain if is_query_or_key else recipe.weight_gain
+        weight.normal_(0.0, gain / _input_width(name, weight, recipe) ** 0.5, generator=generator)
+        if "lm_head" in name:
+            # Logits of <unk>, <s>, </s> and <pad> are 0, which never wins: answers are as long as
+            # they are asked to be.
+            weight[:4] = 0.0
+
+
+def _input_width(name: str, weight: torch.Tensor, recipe: Recipe) -> int:
+    """Numbers that one output sums over. Stacked experts are [expert, out, in], those of gpt-oss [expert, in, out]."""
+    if "conv1d" in name:
+        return int(weight.shape[-1])  # each channel by itself
+    if weight.dim() == 3:
+        return int(weight.shape[1 if recipe.config_class == "GptOssConfig" else 2])
+    return int(weight.shape[1])
 
 
 def _write_tokenizer(folder: Path, recipe: Recipe) -> None:
@@ -274,10 +245,15 @@ def main(arguments: list[str] | None = None) -> int:
         help="a small model for tests (default: the demo model, 340 MB)",
     )
     parser.add_argument(
+        "--shape",
+        choices=sorted(DEMOS),
+        default="llama",
+        help="of the demo model (default: llama)",
+    )
+    parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        default="float32",
-        help="of a small model (default: float32)",
+        help="of a small model (default: float32 where vLLM's CPU kernels take it)",
     )
     options = parser.parse_args(arguments)
 
@@ -290,7 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
                 options.outdir, options.tiny, dtype=options.dtype, report=report
             )
         else:
-            folder = make_demo_model(options.outdir, report=report)
+            folder = make_demo_model(options.outdir, options.shape, report=report)
     except ConfigError as error:
         report(f"error: {error}")
         return 2

@@ -20,7 +20,8 @@ from cacheservice.errors import ConfigError
 from cacheservice.local.agents import AgentSite, agent_argv
 from cacheservice.local.engines import EngineCommand, EngineRole, EngineSite, engine_command
 from cacheservice.local.http_client import answers_ok
-from cacheservice.local.model import DEMO, DEMO_MODEL_NAME, is_complete
+from cacheservice.local.model import is_complete
+from cacheservice.local.model_recipes import DEMO_SHAPES, DEMOS
 from cacheservice.local.ports import HOST, choose_ports
 from cacheservice.local.processes import Process, Program, Supervisor
 from cacheservice.local.progress import Progress
@@ -291,13 +292,16 @@ def resolve_model(
                 f"{named} holds no model: it has no config.json; name the folder of a checkpoint with --model"
             )
         return str(named.absolute())
-    if manifest.model.name != DEMO_MODEL_NAME:
+    shape = DEMO_SHAPES.get(manifest.model.name)
+    if shape is None:
         return manifest.model.name
-    folder = (options.larder_dir / "models" / "demo").absolute()
-    if not is_complete(folder, DEMO):
+    recipe = DEMOS[shape]
+    folder = (options.larder_dir / "models" / recipe.name).absolute()
+    if not is_complete(folder, recipe):
         # A process of its own: torch would keep half a gigabyte here for the rest of the run.
         supervisor.run_to_end(Program(
-            name="model", argv=(sys.executable, "-m", "cacheservice.local.model", str(folder)),
+            name="model",
+            argv=(sys.executable, "-m", "cacheservice.local.model", str(folder), "--shape", shape),
             env=program_env(options.environment, {}), log=log, is_ready=lambda: False,
             ready_within_s=MODEL_WITHIN_S, doing="making the demo model (once)",
         ))  # fmt: skip
