@@ -1,0 +1,49 @@
+"""What a hand-over's wait asks for, against what a hit reads."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheservice.agent.lookups import _promised
+from cacheservice.core.layout import GroupKind, GroupShape, GroupSpec, build_namespace
+from cacheservice.core.outcomes import Presence
+from cacheservice.core.prefix import hit_tokens
+
+CHUNK = 64
+WINDOWS = {GroupKind.SLIDING_WINDOW: CHUNK + 1, GroupKind.CHUNKED_LOCAL: CHUNK // 2}
+
+
+@given(
+    kinds=st.lists(st.sampled_from(GroupKind), min_size=1, max_size=4),
+    num_chunks=st.integers(1, 6),
+)
+def test_a_promise_is_the_least_that_a_hit_of_its_length_reads(
+    kinds: list[GroupKind], num_chunks: int
+) -> None:
+    """Windows no longer than a chunk, so that the last one is all that a hit reads of them."""
+    spec = build_namespace(
+        {"of": "promise"}, tokens_per_chunk=CHUNK,
+        groups=[GroupShape(kind.value, 1, 4096) for kind in kinds],
+    )  # fmt: skip
+    groups = [GroupSpec(kind, 16, 1, 4096, window_tokens=WINDOWS.get(kind)) for kind in kinds]
+
+    def hit(codes: bytes) -> int:
+        return hit_tokens(
+            groups, codes, there={Presence.READY_HERE}, tokens_per_chunk=CHUNK, computed_tokens=0,
+            num_tokens=num_chunks * CHUNK + 1,
+        )  # fmt: skip
+
+    promised = _promised(spec, num_chunks)
+    assert len(promised) == len(set(promised))
+    codes = bytearray(num_chunks * len(kinds))
+    for position in promised:
+        codes[position] = Presence.READY_HERE
+    assert hit(codes) == num_chunks * CHUNK
+    for position in promised:
+        kind = kinds[position % len(kinds)]
+        if kind is GroupKind.CHUNKED_LOCAL:
+            continue  # a hit that ends where a local chunk begins reads nothing of it
+        codes[position] = Presence.ABSENT
+        assert hit(codes) < num_chunks * CHUNK
+        codes[position] = Presence.READY_HERE
