@@ -2,7 +2,8 @@
 
 LarderError
 ├── ConfigError         what the user wrote is wrong: say what, which, and what to do; exit code 2
-├── RefusedError        this engine or model can't be cached; the connector refuses to start, in one sentence
+├── RefusedError        these flags can't be cached; the connector refuses to start, in one sentence
+│   └── UncacheableError    this model can't be cached: the engine runs without cache and says so once
 ├── AgentUnavailable    no live session with the agent, or it did not answer in time: a miss, try later
 ├── AgentRejected       the agent refused a call as wrong: our bug or a version skew; a miss, logged once
 ├── IndexUnavailable    the index did not answer in time, or refuses; serve what is here
@@ -32,6 +33,10 @@ class ConfigError(LarderError):
 
 class RefusedError(LarderError):
     """This engine can't be cached; the message names the feature, the flag and what to do."""
+
+
+class UncacheableError(RefusedError):
+    """The model's KV cache can't be cached whatever the flags; the message names the group and what to do."""
 
 
 class AgentUnavailable(LarderError):

@@ -11,6 +11,7 @@ import torch
 from connector_fakes import FakeCache, FakeClient
 
 from cacheservice.connector.config import parse_extra_config
+from cacheservice.connector.copies import CpuCopier
 from cacheservice.connector.metadata import (
     LarderMetadata,
     LarderWorkerMetadata,
@@ -59,14 +60,18 @@ class Fleet:
                 tuple(name for name, _ in named),
                 pages.block_bytes,
                 local,
-                True,
-                (),
+                is_head_major=True,
+                is_replicated=kind is GroupKind.MLA,
+                window_tokens=None,
+                details=(),
             )
             fact = RankFacts(rank, 0, "LBHNC", "X", "", (group,))
             facts.append(fact)
             self.views.append(views)
             self.halves.append(
-                WorkerHalf(CONFIG, FakeClient(cache), [pages], fact, tensor_parallel_size=tp)
+                WorkerHalf(
+                    CONFIG, FakeClient(cache), [pages], fact, CpuCopier(), tensor_parallel_size=tp
+                )
             )
         self.plan = plan_namespace(EngineFacts({}, HEADS, TOKENS, tp, sizes, CHUNK), facts)
         for half in self.halves:

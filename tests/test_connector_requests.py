@@ -28,7 +28,7 @@ from cacheservice.connector.requests import (
 )  # fmt: skip
 from cacheservice.core.keys import ChunkKey, NamespaceDigest
 from cacheservice.core.layout import GroupKind, GroupSpec
-from cacheservice.core.outcomes import Reason
+from cacheservice.core.outcomes import Presence, Reason
 
 FULL = [GroupSpec(GroupKind.FULL, 16, num_layers=1, bytes_per_block=64)]
 TOKENS = 64
@@ -196,9 +196,9 @@ def test_a_preemption_outdates_what_is_known_and_keeps_the_lease_for_the_next_lo
 
 def test_what_an_agent_said_that_is_no_more_does_not_count():
     state = state_of(codes=[1] * 5, next_save=3)
-    assert state.presence_of(4, 1, epoch=7) == bytes([1])
-    assert state.presence_of(4, 1, epoch=8) is None
-    assert state.presence_of(5, 1, epoch=7) is None
+    assert state.presence_of(4, 0, 1, epoch=7) is Presence(1)
+    assert state.presence_of(4, 0, 1, epoch=8) is None
+    assert state.presence_of(5, 0, 1, epoch=7) is None
     state.see_new_agent(8)
     assert state.next_save == 0
     assert ask(state).move is Move.LOOK_UP

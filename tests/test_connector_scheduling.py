@@ -130,7 +130,7 @@ def test_failed_loads_are_not_offered_again(make, cache, num_good):
     first.add("a", prompt(1, 330))
     first.run()
     harness = make()
-    bad = list(first.half._saves._recent)[num_good]
+    bad = list(first.half._saves._recent)[num_good][0]
     cache.fail_retrieve = lambda read: Reason.CHECKSUM if read.chunk == bad else None
     harness.add("b", prompt(1, 330))
     harness.run()
@@ -177,7 +177,9 @@ def test_failed_loads_on_a_small_pool_do_not_stop_the_queue(
     )
     harness.scheduler.scheduler_reserve_full_isl = reserve_full
     cache.fail_retrieve = lambda read: (
-        Reason.CHECKSUM if read.chunk in list(first.half._saves._recent)[5::8] else None
+        Reason.CHECKSUM
+        if read.chunk in [key for key, _ in first.half._saves._recent][5::8]
+        else None
     )
     for i in range(4):
         harness.add(f"b{i}", prompt(i, 300 + 30 * i, prompt(i, 290)), max_tokens=30)
@@ -248,7 +250,7 @@ def test_full_pins_cost_no_look_at_block_tables(make, cache):
         harness.step()
     assert harness.half._saves.num_pinned_blocks == 16
     looked = []
-    state = SimpleNamespace(get_block_ids=looked.append)
+    state = SimpleNamespace(get_block_ids=looked.append, boundary_state_offloads={})
     scheduled = dict.fromkeys(harness.scheduler.requests, 1)
     output = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
     assert harness.half.build_metadata(output).saves == []
@@ -419,7 +421,7 @@ def test_chunks_that_are_being_stored_are_waited_for(make, cache):
     first = make()
     first.add("a", prompt(1, 300))
     first.run()
-    key = next(k for k in cache.shards if k[1] == list(first.half._saves._recent)[2])
+    key = next(k for k in cache.shards if k[1] == list(first.half._saves._recent)[2][0])
     content = cache.shards.pop(key)
     cache.pending.add((key[0], key[1]))
     harness = make()
@@ -439,7 +441,7 @@ def test_chunks_that_stay_pending_time_out(make, cache):
     first = make()
     first.add("a", prompt(1, 300))
     first.run()
-    key = next(k for k in cache.shards if k[1] == next(iter(first.half._saves._recent)))
+    key = next(k for k in cache.shards if k[1] == next(iter(first.half._saves._recent))[0])
     del cache.shards[key]
     cache.pending.add((key[0], key[1]))
     harness = make(pending_ms=60)
@@ -701,26 +703,26 @@ def answer_without_subtraction(monkeypatch):
 
 def load_shifted_by_a_block(monkeypatch):
     """A load writes what belongs into block i into block i + 1 of the request."""
-    import cacheservice.connector.worker as module
+    import cacheservice.connector.shards as module
 
-    original = module.WorkerHalf._reads
+    original = module.RankShards.reads
 
-    def reads(self, job, plan):
+    def reads(self, job, copier, after):
         shifted = tuple((*ids[1:], ids[0]) for ids in job.block_ids)
-        return original(self, replace(job, block_ids=shifted), plan)
+        return original(self, replace(job, block_ids=shifted), copier, after)
 
-    monkeypatch.setattr(module.WorkerHalf, "_reads", reads)
+    monkeypatch.setattr(module.RankShards, "reads", reads)
 
 
 def load_starts_at_the_chunk(monkeypatch):
     """A load that starts within a chunk reads from the chunk's start."""
-    import cacheservice.connector.worker as module
+    import cacheservice.connector.shards as module
 
-    original = module.WorkerHalf._reads
+    original = module.RankShards.reads
 
-    def reads(self, job, plan):
-        made, numbers = original(self, job, plan)
-        first = made[0]
+    def reads(self, job, copier, after):
+        made = original(self, job, copier, after)
+        first = made[0].shard
         if first.start:
             wrong = replace(
                 first,
@@ -728,10 +730,10 @@ def load_starts_at_the_chunk(monkeypatch):
                 stop=first.stop - first.start,
                 sink=ShiftedSink(first.sink, first.start),
             )
-            made[0] = wrong
-        return made, numbers
+            made[0] = replace(made[0], shard=wrong)
+        return made
 
-    monkeypatch.setattr(module.WorkerHalf, "_reads", reads)
+    monkeypatch.setattr(module.RankShards, "reads", reads)
 
 
 class ShiftedSink:

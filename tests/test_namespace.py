@@ -54,7 +54,7 @@ def rank(
     group = RankGroup(
         kind=kind, block_tokens=16, kernel_block_tokens=16, layers=tuple(layers),
         block_bytes=16 * TOKEN_BYTES_PER_HEAD * heads * len(layers), num_heads=heads, is_head_major=True,
-        details=(("dtype", "bf16"),),
+        is_replicated=kind is GroupKind.MLA, window_tokens=None, details=(("dtype", "bf16"),),
     )  # fmt: skip
     group = replace(group, **{k: v for k, v in changes.items() if hasattr(group, k)})
     rest = {k: v for k, v in changes.items() if not hasattr(group, k)}
@@ -150,7 +150,7 @@ def test_ranks_that_disagree_are_refused(change):
         (engine_facts(sizes=(1, 3)), [rank()], "tensor_parallel_sizes"),
         (engine_facts(tokens_per_chunk=250), [rank()], "multiple of 16"),
         (engine_facts(sizes=(1, 2)), [rank(is_head_major=False)], "contiguous heads"),
-        (engine_facts(), [rank(num_heads=4)], "heads"),
+        (engine_facts(4), [rank(r, 4, num_heads=1) for r in range(4)], "share a head"),
         (engine_facts(), [], "no rank"),
     ],
 )

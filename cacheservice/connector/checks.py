@@ -1,17 +1,16 @@
-"""What this version can't cache is refused at start, in one sentence with the flag to set.
+"""Flags of the engine that can't be cached with are refused at start, in one sentence with the flag to set.
 
-Each check looks at vLLM's configuration only and raises RefusedError; nothing is checked again later. Fail closed: a
-kind of group or a feature that is not named here as known is refused, because vLLM accepts wrong bytes silently. An
-agent that can't be reached is no reason to refuse: the engine runs without cache and connects later.
+Each check looks at vLLM's configuration only and raises RefusedError; nothing is checked again later. Fail closed,
+because vLLM accepts wrong bytes silently. What only the model decides is in groups.py: there the engine runs without
+cache. An agent that can't be reached is no reason to refuse: the engine connects later.
 
-Called by: connector.py when a half is built, namespace.py when ranks have registered their pages.
+Called by: connector.py when a half is built.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from cacheservice.core.layout import GroupKind
 from cacheservice.errors import RefusedError
 
 HASH_ALGORITHM = "sha256_cbor"
@@ -68,57 +67,3 @@ def caution_of(vllm_config: Any) -> str | None:
         "--enable-lora: vLLM's block hashes name an adapter by its name and path, not by its content. Give an adapter "
         "that is replaced another path, or all engines another salt; else cached pages of the old one are used"
     )
-
-
-def check_groups(kv_cache_config: Any) -> None:
-    """Refuse layouts and groups that are not whole, opaque, block-compact pages of a known kind. Raises
-    RefusedError."""
-    from vllm.v1.kv_cache_layout import KVCacheLayout
-
-    layout = kv_cache_config.kv_cache_layout
-    if layout not in KVCacheLayout.__members__ or not KVCacheLayout[layout].is_block_compact:
-        raise RefusedError(
-            f"KV cache layout {layout!r} scatters a page over memory: set VLLM_KV_CACHE_LAYOUT=LBHNC (or HND)"
-        )
-    for number, group in enumerate(kv_cache_config.kv_cache_groups):
-        where = f"KV cache group {number} ({group.layer_names[0] if group.layer_names else 'no layers'} …)"
-        if group.is_eagle_group or group.host_resident or not group.enable_kv_transfer:
-            raise RefusedError(
-                f"{where} holds draft or host-resident layers, which this version does not cache"
-            )
-        kind_of_group(group.kv_cache_spec, where)
-    if kv_cache_config.hash_block_size is None:
-        raise RefusedError(
-            "vLLM did not say how many tokens a block hash covers; this vLLM version is not supported"
-        )
-
-
-def kind_of_group(spec: Any, where: str) -> GroupKind:
-    """Kind of a group by the exact class of its vLLM spec. Raises RefusedError for all that is not known to be safe."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, iter_layer_specs
-
-    kinds = set()
-    for layer_spec in iter_layer_specs(spec):
-        name = type(layer_spec).__name__
-        if type(layer_spec) is FullAttentionSpec:
-            kinds.add(GroupKind.FULL)
-        elif type(layer_spec) is MLAAttentionSpec:
-            kinds.add(GroupKind.MLA)
-        else:
-            raise RefusedError(
-                f"this version caches full-attention and MLA groups; {where} is of class {name}. Models with sliding "
-                "windows: --disable-hybrid-kv-cache-manager makes vLLM keep them as full attention"
-            )
-        if layer_spec.tokens_per_state != 1:
-            raise RefusedError(
-                f"{where} compresses {layer_spec.tokens_per_state} tokens into one state, not cached here"
-            )
-        if layer_spec.non_causal:
-            raise RefusedError(
-                f"{where} attends to later tokens, so its pages are not a function of the prefix"
-            )
-    if len(kinds) != 1:
-        raise RefusedError(
-            f"{where} mixes kinds of attention in one group, which this version does not cache"
-        )
-    return kinds.pop()

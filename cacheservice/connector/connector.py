@@ -36,15 +36,23 @@ from cacheservice.client import (
     Role,
     TlsFiles,
 )
-from cacheservice.connector.checks import caution_of, check_engine, check_groups
+from cacheservice.connector.checks import caution_of, check_engine
 from cacheservice.connector.config import ConnectorConfig, parse_extra_config
-from cacheservice.connector.metadata import LarderHandshake, LarderMetadata
-from cacheservice.connector.namespace import describe_engine, describe_rank, layers_in_order
-from cacheservice.connector.pages import group_pages
+from cacheservice.connector.copies import copier_for
+from cacheservice.connector.groups import REMEDY, check_groups, name_of
+from cacheservice.connector.metadata import LarderHandshake, LarderMetadata, LarderWorkerMetadata
+from cacheservice.connector.namespace import (
+    RankFacts,
+    describe_engine,
+    describe_rank,
+    layers_in_order,
+    refused_rank,
+)
+from cacheservice.connector.pages import GroupPages, group_pages
 from cacheservice.connector.scheduler import SchedulerHalf
 from cacheservice.connector.stats import LarderPromMetrics, LarderStats
 from cacheservice.connector.worker import WorkerHalf
-from cacheservice.errors import RefusedError
+from cacheservice.errors import UncacheableError
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +64,10 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
     """See the module's docstring. Not thread-safe: vLLM calls each object from one thread."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Check the configuration. Raises ConfigError or RefusedError, in one sentence, with what to set."""
+        """Check the configuration. Raises ConfigError or RefusedError, in one sentence, with what to set.
+
+        A model that can't be cached is no error: both halves then do nothing, and the scheduler half says so once.
+        """
         super().__init__(vllm_config, role, kv_cache_config)
         _log_with_vllm()
         transfer = vllm_config.kv_transfer_config
@@ -64,21 +75,30 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
             transfer.kv_connector_extra_config or {}, kv_role=transfer.kv_role
         )
         check_engine(vllm_config)
-        check_groups(kv_cache_config)
+        self._refusal = _refusal_of(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER and (caution := caution_of(vllm_config)):
             logger.warning("%s", caution)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._facts: RankFacts | None = None
         if role is KVConnectorRole.SCHEDULER:
             client = build_client(self._config, Half.SCHEDULER, rank=0)
             self._scheduler = SchedulerHalf(
                 self._config, client, num_ranks=vllm_config.parallel_config.world_size
             )
             self._client = client
+            if self._refusal:
+                self._scheduler.turn_off(self._refusal)
 
     @property
     def requires_kv_delivery(self) -> bool:
         """A dropped save is a future miss, nothing more."""
+        return False
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """With True, what vLLM calls computed would be full attention's hit alone; windows and states below it would
+        not be local. All our ranges rest on the opposite."""
         return False
 
     # ------------------------------------------------------------------ scheduler half
@@ -86,6 +106,8 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Called once, before any request."""
         super().bind_kv_cache_manager(kv_cache_manager)
+        if self._refusal:
+            return
         self._scheduling.bind_block_pool(kv_cache_manager.block_pool)
         self._scheduling.expect(
             describe_engine(
@@ -106,6 +128,8 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
         if not ranks:
             return
         plan = self._scheduling.describe_expected(ranks)
+        if plan is None:
+            return
         logger.info(
             "cache namespace=%s tokens_per_chunk=%d chunk_bytes=%d description=%s",
             plan.digest.hex(), plan.tokens_per_chunk, plan.spec.chunk_bytes, plan.spec.description,
@@ -177,13 +201,36 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Read the page plan off the views, and connect."""
+        tp_rank, pp_rank = _ranks()
+        if self._refusal:
+            self._facts = refused_rank(self._refusal, tp_rank=tp_rank, pp_rank=pp_rank)
+            return
+        try:
+            pages = self._pages_of(kv_caches)
+            backend, isa = _attention_of(self._vllm_config, self._kv_cache_config)
+            facts = describe_rank(
+                self._kv_cache_config, pages, tp_rank=tp_rank, pp_rank=pp_rank, backend=backend, isa=isa
+            )  # fmt: skip
+            copier = copier_for(kv_caches)
+        except UncacheableError as error:
+            self._facts = refused_rank(str(error), tp_rank=tp_rank, pp_rank=pp_rank)
+            return
+        parallel = self._vllm_config.parallel_config
+        client = build_client(self._config, Half.WORKER, rank=parallel.rank)
+        self._worker = WorkerHalf(
+            self._config, client, pages, facts, copier, tensor_parallel_size=parallel.tensor_parallel_size
+        )  # fmt: skip
+        self._facts = facts
+        client.start()
+
+    def _pages_of(self, kv_caches: dict[str, Any]) -> list[GroupPages]:
         pages = []
         for number, group in enumerate(self._kv_cache_config.kv_cache_groups):
             names = layers_in_order(group.layer_names)
             heads = {kv_caches[name].shape[1] for name in names}
             if len(heads) != 1:
-                raise RefusedError(
-                    f"layers of KV cache group {number} have different numbers of heads, not cached here"
+                raise UncacheableError(
+                    f"{name_of(number, group)} has layers with {sorted(heads)} heads, not cached here. {REMEDY}"
                 )
             pages.append(
                 group_pages(
@@ -192,22 +239,11 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
                     num_heads=heads.pop(),
                 )
             )
-        backend, isa = _attention_of(self._vllm_config, self._kv_cache_config)
-        tp_rank, pp_rank = _ranks()
-        parallel = self._vllm_config.parallel_config
-        facts = describe_rank(
-            self._kv_cache_config, pages, tp_rank=tp_rank, pp_rank=pp_rank, backend=backend, isa=isa
-        )
-        client = build_client(self._config, Half.WORKER, rank=parallel.rank)
-        self._worker = WorkerHalf(
-            self._config, client, pages, facts, tensor_parallel_size=parallel.tensor_parallel_size
-        )
-        self._facts = facts
-        client.start()
+        return pages
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """This rank's facts, for the scheduler half."""
-        return LarderHandshake(self._facts)
+        return LarderHandshake(self._facts) if self._facts is not None else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads."""
@@ -240,8 +276,11 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Reports for the scheduler half."""
-        return self._worker.take_reports() if self._worker is not None else None
+        """Reports for the scheduler half. A rank that can't cache says so in each: under MultiConnector the handshake
+        may go to another connector."""
+        if self._worker is None:
+            return LarderWorkerMetadata(facts=[self._facts]) if self._facts is not None else None
+        return self._worker.take_reports()
 
     # ------------------------------------------------------------------ both halves
 
@@ -322,6 +361,15 @@ def _log_with_vllm() -> None:
     for handler in theirs.handlers:
         ours.addHandler(handler)
     ours.setLevel(theirs.getEffectiveLevel())
+
+
+def _refusal_of(kv_cache_config: Any) -> str:
+    """Why no half may cache this model; empty when nothing speaks against it."""
+    try:
+        check_groups(kv_cache_config)
+    except UncacheableError as error:
+        return str(error)
+    return ""
 
 
 def _attention_of(vllm_config: Any, kv_cache_config: Any) -> tuple[str, str]:

@@ -10,10 +10,11 @@ Called by: worker.py (fences), shards.py (runs), the client's data planes (gathe
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from cacheservice.connector.pages import ShardLayout
+from cacheservice.errors import UncacheableError
 
 Fence = Any
 """What the engine had launched on its compute stream when the fence was taken; opaque to everybody but its copier."""
@@ -60,6 +61,17 @@ class CpuCopier:
 
     def close(self) -> None:
         """See Copier."""
+
+
+def copier_for(kv_caches: Mapping[str, Any]) -> Copier:
+    """The copier for the memory that these views are in. Raises UncacheableError when there is none."""
+    devices = {view.device.type for view in kv_caches.values()}
+    if devices != {"cpu"}:
+        raise UncacheableError(
+            f"the KV cache is on {', '.join(sorted(devices))}, and this version copies pages in CPU memory only: run "
+            "the engine on CPU, or start it without --kv-transfer-config"
+        )
+    return CpuCopier()
 
 
 class PageRuns:

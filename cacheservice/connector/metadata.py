@@ -39,17 +39,20 @@ class LoadJob:
     chunks: tuple[ChunkKey, ...]
     """Keys of chunks first_chunk, first_chunk + 1, …"""
     block_ids: BlockIds
-    """Blocks of the token range, from the block that holds start_token on."""
+    """Per group the blocks that the range needs: those at the positions `blocks_read(group, start_token, stop_token)`
+    of the request's block table."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveChunk:
-    """One chunk whose pages are complete after this step's forward pass."""
+    """One chunk of which pages are complete after this step's forward pass."""
 
     key: ChunkKey
     parent: ChunkKey | None
     number: int
     block_ids: BlockIds
+    """Per group the blocks at the positions `stored_blocks(group, tokens_per_chunk, number)`; none for a group that is
+    not saved now: it is there already, its blocks are gone, or vLLM offered no state."""
 
 
 @dataclass(frozen=True, slots=True)

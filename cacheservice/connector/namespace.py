@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from cacheservice.connector.checks import HASH_ALGORITHM, kind_of_group
+from cacheservice.connector.checks import HASH_ALGORITHM
+from cacheservice.connector.groups import REMEDY, describe_group, name_of
 from cacheservice.connector.pages import GroupPages
 from cacheservice.core.keys import NamespaceDigest
 from cacheservice.core.layout import (
@@ -27,9 +28,9 @@ from cacheservice.core.layout import (
     choose_tokens_per_chunk,
     num_shards_of,
 )  # fmt: skip
-from cacheservice.errors import RefusedError
+from cacheservice.errors import RefusedError, UncacheableError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PROBE_TOKENS = tuple(range(1, 17))
 PROBE_EXTRA_KEYS = (("lora", "probe", "path"), ("mm", "probe", 3), ("cache_salt", "probe"))
 MAX_SHARD_BYTES = 1 << 32
@@ -46,8 +47,12 @@ class RankGroup:
     block_bytes: int
     """Payload of one block over this rank's layers and heads."""
     num_heads: int
-    """Heads of this rank; 1 for MLA."""
+    """KV heads of this rank; 1 for what is not made of heads."""
     is_head_major: bool
+    """A range of heads is one run of bytes, so that a page can be cut by heads."""
+    is_replicated: bool
+    """Every tensor parallel rank holds the same bytes."""
+    window_tokens: int | None
     details: tuple[tuple[str, str], ...]
     """Fields of vLLM's spec that change the meaning of bytes and not their number, as text."""
 
@@ -62,6 +67,8 @@ class RankFacts:
     backend: str
     isa: str
     groups: tuple[RankGroup, ...]
+    refusal: str = ""
+    """Why this rank can't cache; empty when it can. The other fields mean nothing then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +127,8 @@ def describe_engine(
         "hash_block_tokens": kv_cache_config.hash_block_size,
         "salt": salt,
     }
+    if kv_cache_config.has_mamba_layers:
+        facts["conv_state_layout"] = _conv_state_layout()
     own = parallel.tensor_parallel_size
     return EngineFacts(
         facts=facts,
@@ -129,6 +138,13 @@ def describe_engine(
         tensor_parallel_sizes=tuple(tensor_parallel_sizes or (own,)),
         tokens_per_chunk=tokens_per_chunk,
     )
+
+
+def _conv_state_layout() -> str:
+    """Order of the two axes of a convolution state, which an environment variable can change."""
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+
+    return str(get_conv_state_layout())
 
 
 def _vllm_series() -> str:
@@ -167,27 +183,49 @@ def describe_rank(
     for number, (group, plan) in enumerate(
         zip(kv_cache_config.kv_cache_groups, pages, strict=True)
     ):
-        spec = group.kv_cache_spec
+        spec, where = group.kv_cache_spec, name_of(number, group)
+        facts = describe_group(spec, where)
         kernel_blocks = {layer.kernel_blocks for layer in plan.layers}
         if len(kernel_blocks) != 1:
-            raise RefusedError(
-                f"KV cache group {number} has layers of different kernel block sizes, not cached here"
+            raise UncacheableError(
+                f"{where} has layers of different kernel block sizes, not cached here. {REMEDY}"
             )
+        is_cut_by_heads = facts.kind is not GroupKind.RECURRENT and not facts.is_replicated
+        heads = _kv_heads(spec, where) if is_cut_by_heads else 1
         groups.append(
             RankGroup(
-                kind=kind_of_group(spec, f"KV cache group {number}"),
+                kind=facts.kind,
                 block_tokens=spec.block_size,
                 kernel_block_tokens=spec.block_size // kernel_blocks.pop(),
                 layers=tuple(layer.name for layer in plan.layers),
                 block_bytes=plan.block_bytes,
-                num_heads=plan.num_heads,
-                is_head_major=plan.is_head_major,
+                num_heads=heads,
+                is_head_major=plan.is_head_major and plan.num_heads == heads,
+                is_replicated=facts.is_replicated,
+                window_tokens=facts.window_tokens,
                 details=_details(spec, [layer.name for layer in plan.layers]),
             )
         )
     return RankFacts(
         tp_rank, pp_rank, str(kv_cache_config.kv_cache_layout), backend, isa, tuple(groups)
     )
+
+
+def refused_rank(why: str, *, tp_rank: int, pp_rank: int) -> RankFacts:
+    """What a rank says of itself that can't cache."""
+    return RankFacts(tp_rank, pp_rank, "", "", "", (), refusal=why)
+
+
+def _kv_heads(spec: Any, where: str) -> int:
+    """KV heads of this rank; every layer of a group must have as many, so that one head range cuts all of them."""
+    from vllm.v1.kv_cache_interface import iter_layer_specs
+
+    heads = {layer.num_kv_heads for layer in iter_layer_specs(spec)}
+    if len(heads) != 1:
+        raise UncacheableError(
+            f"{where} has layers with {sorted(heads)} KV heads, not cached here. {REMEDY}"
+        )
+    return int(heads.pop())
 
 
 def layers_in_order(names: Sequence[str]) -> list[str]:
@@ -200,15 +238,19 @@ def plan_namespace(
 ) -> NamespacePlan:
     """Merge the ranks into one namespace. `generation` is not empty after this engine's cache was reset.
 
-    Raises RefusedError when ranks disagree or the sizes can't share a cache.
+    Raises UncacheableError when ranks disagree or the sizes can't share a cache, RefusedError when the user's own
+    tokens_per_chunk does not fit the model.
     """
     if not ranks:
-        raise RefusedError("no rank described its KV cache")
+        raise UncacheableError("no rank described its KV cache")
+    for rank in ranks:
+        if rank.refusal:
+            raise UncacheableError(rank.refusal)
     first = ranks[0]
     for rank in ranks[1:]:
         differ = [n for n in ("layout", "backend", "isa") if getattr(rank, n) != getattr(first, n)]
         if differ or len(rank.groups) != len(first.groups):
-            raise RefusedError(
+            raise UncacheableError(
                 f"ranks disagree about {', '.join(differ) or 'the number of groups'}; cache refused"
             )
     specs, described = [], []
@@ -250,40 +292,23 @@ def _merge_group(
             "kernel_block_tokens",
             "num_heads",
             "is_head_major",
+            "is_replicated",
+            "window_tokens",
             "details",
         ):
             if getattr(part, name) != getattr(first, name):
-                raise RefusedError(
+                raise UncacheableError(
                     f"ranks disagree about {name} of KV cache group {number}; cache refused"
                 )
     by_stage = {rank.pp_rank: part for rank, part in zip(ranks, parts, strict=True)}
     layers = layers_in_order([name for part in by_stage.values() for name in part.layers])
     stage_bytes = sum(part.block_bytes for part in by_stage.values())
-    if first.kind is GroupKind.MLA:
-        heads, num_shards, bytes_per_block = 1, 1, stage_bytes
-    else:
-        heads = engine.num_kv_heads
-        expected = max(1, heads // engine.tensor_parallel_size)
-        if first.num_heads != expected:
-            raise RefusedError(
-                f"KV cache group {number} has {first.num_heads} heads per rank where the model's {heads} heads over "
-                f"{engine.tensor_parallel_size} ranks give {expected}; this model is not supported"
-            )
-        shards = num_shards_of(heads, engine.tensor_parallel_sizes)
-        if shards is None:
-            raise RefusedError(
-                f"tensor_parallel_sizes={list(engine.tensor_parallel_sizes)} cut {heads} KV heads so that parts don't "
-                "divide each other: give sizes of which each divides the number of heads"
-            )
-        num_shards = shards
-        if num_shards != heads // first.num_heads and not first.is_head_major:
-            raise RefusedError(
-                "several tensor parallel sizes need contiguous heads: set VLLM_KV_CACHE_LAYOUT=LBHNC (or HND)"
-            )
-        bytes_per_block = stage_bytes // first.num_heads * heads
+    heads = _total_slices(engine, number, first)
+    num_shards = _num_shards(engine, number, first, heads)
+    bytes_per_block = stage_bytes // first.num_heads * heads
     spec = GroupSpec(
         kind=first.kind, block_tokens=first.block_tokens, num_layers=len(layers), bytes_per_block=bytes_per_block,
-        num_shards=num_shards,
+        num_shards=num_shards, window_tokens=first.window_tokens, num_heads=heads,
     )  # fmt: skip
     facts = {
         "kind": first.kind.value,
@@ -291,10 +316,56 @@ def _merge_group(
         "kernel_block_tokens": first.kernel_block_tokens,
         "layers": layers,
         "heads": heads,
+        "window_tokens": first.window_tokens,
         "bytes_per_token": bytes_per_block / first.block_tokens,
         "details": dict(first.details),
     }
     return spec, facts
+
+
+def _total_slices(engine: EngineFacts, number: int, group: RankGroup) -> int:
+    """Distinct slices of a group over all ranks: see GroupSpec.num_heads."""
+    ranks = engine.tensor_parallel_size
+    if group.is_replicated:
+        return 1
+    if group.kind is GroupKind.RECURRENT:
+        return ranks
+    if group.num_heads == max(1, engine.num_kv_heads // ranks):
+        return engine.num_kv_heads
+    if group.num_heads > 1 or ranks == 1:
+        return group.num_heads * ranks  # a group with other heads than the model's main one
+    raise UncacheableError(
+        f"KV cache group {number} has one KV head per rank where the model's {engine.num_kv_heads} over {ranks} ranks "
+        f"give {engine.num_kv_heads // ranks}: how many ranks share a head is not known. Use a smaller "
+        f"--tensor-parallel-size. {REMEDY}"
+    )
+
+
+def _num_shards(engine: EngineFacts, number: int, group: RankGroup, heads: int) -> int:
+    """Into how many parts a chunk of a group is stored, so that every size in use reads and writes whole parts."""
+    if group.is_replicated:
+        return 1
+    sizes = engine.tensor_parallel_sizes
+    if group.kind is GroupKind.RECURRENT:
+        if set(sizes) != {engine.tensor_parallel_size}:
+            raise UncacheableError(
+                f"tensor_parallel_sizes={list(sizes)}: KV cache group {number} is recurrent state, whose parts per "
+                "rank can't be put together for another number of ranks. Give all engines that share the cache one "
+                f"--tensor-parallel-size and leave tensor_parallel_sizes out. {REMEDY}"
+            )
+        return heads
+    shards = num_shards_of(heads, sizes)
+    if shards is None:
+        raise UncacheableError(
+            f"tensor_parallel_sizes={list(sizes)} cut the {heads} KV heads of KV cache group {number} so that parts "
+            f"don't divide each other: give sizes of which each divides the number of heads. {REMEDY}"
+        )
+    if shards != heads // group.num_heads and not group.is_head_major:
+        raise UncacheableError(
+            "several tensor parallel sizes need contiguous heads: set VLLM_KV_CACHE_LAYOUT=LBHNC (or HND). "
+            f"{REMEDY}"
+        )
+    return shards
 
 
 def _chunk_size(engine: EngineFacts, groups: Sequence[GroupSpec]) -> int:
@@ -315,7 +386,8 @@ def _details(spec: Any, layers: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Spec fields that say how to read the bytes; in the order of layers where a group has several kinds of them."""
     names = (
         "head_size", "head_size_v", "dtype", "kv_quant_mode", "sliding_window", "attention_chunk_size",
-        "cache_dtype_str", "cache_role", "model_version", "state_content_bytes",
+        "cache_dtype_str", "cache_role", "model_version", "state_content_bytes", "tokens_per_state", "num_head_slots",
+        "shapes", "dtypes", "mamba_type", "mamba_cache_mode",
     )  # fmt: skip
     by_layer = getattr(spec, "kv_cache_specs", None)
     specs = [spec] if by_layer is None else [by_layer.get(name) for name in layers]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cacheservice.errors import RefusedError
+from cacheservice.errors import UncacheableError
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +50,19 @@ def group_pages(
     """Read the page plan off the registered views.
 
     Each view is `[num_blocks * kernel_blocks, heads, tokens, content]` (vLLM 0.32, v1/kv_cache_interface.py
-    `create_kv_cache_views`). Raises RefusedError when the bytes of a page are not one run.
+    `create_kv_cache_views`). Raises UncacheableError when the bytes of a page are not one run.
     """
     made = []
     is_head_major = True
     for name, view in layers:
         item = view.element_size()
         if view.device.type != "cpu":  # a copy through this address would end the process
-            raise RefusedError(
+            raise UncacheableError(
                 f"layer {name}: the KV cache is on device {view.device}, and this version copies pages in CPU memory "
                 "only: run the engine on CPU, or start it without --kv-transfer-config"
             )
         if view.dim() != 4 or view.shape[0] % num_blocks:
-            raise RefusedError(
+            raise UncacheableError(
                 f"layer {name}: the KV cache has shape {tuple(view.shape)}, expected [blocks, heads, tokens, content]"
             )
         kernel_blocks = view.shape[0] // num_blocks
@@ -77,7 +77,7 @@ def group_pages(
             + 1
         )
         if reach != payload or (kernel_blocks > 1 and strides[0] != payload):
-            raise RefusedError(
+            raise UncacheableError(
                 f"layer {name}: a page is not one run of bytes (shape {tuple(view.shape)}, strides {tuple(strides)}); "
                 "set VLLM_KV_CACHE_LAYOUT=LBHNC (or HND)"
             )
@@ -110,11 +110,11 @@ class ShardLayout:
     __slots__ = ("block_bytes", "runs", "starts")
 
     def __init__(self, pages: GroupPages, *, first_head: int, num_heads: int) -> None:
-        """Cover heads [first_head, first_head + num_heads) of this rank's own. Raises RefusedError when not
+        """Cover heads [first_head, first_head + num_heads) of this rank's own. Raises UncacheableError when not
         head-major."""
         whole = num_heads == pages.num_heads
         if not whole and not pages.is_head_major:
-            raise RefusedError(
+            raise UncacheableError(
                 "engines of other tensor parallel sizes need contiguous heads: set VLLM_KV_CACHE_LAYOUT=LBHNC (or HND)"
             )
         runs: list[_Run] = []

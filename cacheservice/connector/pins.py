@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+
+from cacheservice.core.keys import ChunkKey
+
 MAX_PINNED_FRACTION = 0.25
 WORTH_WAITING_S = 0.5
 """Pins younger than this will be released in a moment; older ones belong to a save that has got stuck."""
@@ -47,6 +51,12 @@ class Pins:
             if now - pinned_at < WORTH_WAITING_S
             for block in self._blocks_of[save_id]
         )
+
+    def holds_state(self, block_id: int, key: ChunkKey, group: int) -> bool:
+        """Whether vLLM itself says that this block holds the state of this chunk end. Offers are made before the
+        forward pass, for requests that may be gone since; a state under another name would be served to everybody."""
+        wanted = make_block_hash_with_group_id(BlockHash(key), group)
+        return bool(self._pool.blocks[block_id].block_hash == wanted)
 
     def pin(self, save_id: int, block_ids: Iterable[int], *, num_ranks: int, now: float) -> None:
         """Hold these blocks until `num_ranks` ranks reported `save_id`."""

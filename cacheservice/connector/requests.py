@@ -11,7 +11,7 @@ Called by: scheduler.py, in the engine's scheduling thread only.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from cacheservice.connector.hand_over import HandOver
@@ -22,6 +22,7 @@ from cacheservice.core.prefix import hit_tokens
 
 READY = frozenset({Presence.READY_HERE, Presence.READY_ELSEWHERE})
 READY_OR_PENDING = READY | {Presence.PENDING}
+ANY_CODE = range(256)
 PRESENCE_MAX_AGE_S = 2.0
 RETRY_AFTER_FAILURE_S = 2.0
 WAIT_POLL_S = 0.02
@@ -119,6 +120,8 @@ class RequestState:
     load_id: int | None = None
     next_save: int = 0
     """Chunks before this one are saved, were known to be there, or can't be saved."""
+    num_promised: int = 0
+    """The cache has, or will have, all that a hit of so many chunks needs."""
     saves_forbidden: bool = False
 
     def see_tokens(self, keys: Sequence[ChunkKey], num_tokens: int, num_preemptions: int) -> None:
@@ -138,7 +141,7 @@ class RequestState:
 
     def see_new_agent(self, epoch: int | None) -> None:
         """The agent was restarted: it has nothing of what was saved or seen before."""
-        self.next_save = 0
+        self.next_save = self.num_promised = 0
         if self.known is not None and self.known.epoch != epoch:
             self.forget_presence()
 
@@ -170,13 +173,14 @@ class RequestState:
         if self.banned_from is None or first_failed_chunk < self.banned_from:
             self.banned_from = first_failed_chunk
 
-    def presence_of(self, chunk: int, num_groups: int, *, epoch: int | None) -> bytes | None:
-        """What this incarnation of the agent last said of this chunk, per group; None when it said nothing."""
-        if self.known is None or self.known.epoch != epoch:
+    def presence_of(
+        self, chunk: int, group: int, num_groups: int, *, epoch: int | None
+    ) -> Presence | None:
+        """What this incarnation of the agent last said of one group of this chunk; None when it said nothing."""
+        position = chunk * num_groups + group
+        if self.known is None or self.known.epoch != epoch or position >= len(self.known.codes):
             return None
-        if (chunk + 1) * num_groups > len(self.known.codes):
-            return None
-        return self.known.codes[chunk * num_groups : (chunk + 1) * num_groups]
+        return Presence(self.known.codes[position])
 
 
 def decide(
@@ -198,7 +202,7 @@ def decide(
     if state.must_recompute:
         return Decision(Move.ANSWER, Reason.BANNED)
 
-    def hit(there: frozenset[Presence], codes: bytes) -> int:
+    def hit(there: Collection[int], codes: bytes) -> int:
         return hit_tokens(
             groups, codes, there=there, tokens_per_chunk=tokens_per_chunk, computed_tokens=computed,
             num_tokens=state.num_tokens, max_chunks=state.banned_from,
@@ -219,15 +223,14 @@ def decide(
 
     assert state.known is not None
     end = hit(READY, state.known.codes)
-    wait_chunks, wait_until, is_hand_over = _worth_waiting_for(
-        state,
-        end,
-        hit(READY_OR_PENDING, state.known.codes),
-        len(groups),
-        tokens_per_chunk,
-        limits,
-        now,
+    promised = 0
+    if state.hand_over is not None:
+        promised_chunks = min(state.hand_over.num_chunks, num_chunks)
+        promised = hit(ANY_CODE, bytes(promised_chunks * len(groups)))
+    wait_end, wait_until, is_hand_over = _worth_waiting_for(
+        state, end, hit(READY_OR_PENDING, state.known.codes), promised, limits, now
     )
+    wait_chunks = wait_end // tokens_per_chunk
     if not wait_chunks:
         return _answer(end, computed, Reason.ABSENT)
     if now >= wait_until:
@@ -249,32 +252,19 @@ def _answer(end: int, computed: int, otherwise: Reason) -> Decision:
 
 
 def _worth_waiting_for(
-    state: RequestState,
-    end: int,
-    end_with_pending: int,
-    num_groups: int,
-    tokens_per_chunk: int,
-    limits: Limits,
-    now: float,
-) -> tuple[int, float, bool]:
-    """(number of first chunks to wait for or 0, until when, whether a hand-over promised them)."""
-    limit = (
-        len(state.keys) if state.banned_from is None else min(len(state.keys), state.banned_from)
-    )
-    if state.hand_over is not None:
-        promised = min(state.hand_over.num_chunks, limit, MAX_LOOKUP_KEYS)
-        codes = state.known.codes if state.known is not None else b""
-        if promised * tokens_per_chunk > max(end, state.computed_tokens) and any(
-            code not in READY
-            for code in codes[
-                state.computed_tokens // tokens_per_chunk * num_groups : promised * num_groups
-            ]
-        ):
-            until = state.arrived_at + state.hand_over.wait_s
-            if now < until or end_with_pending <= max(end, state.computed_tokens):
-                return promised, until, True
-    if end_with_pending > max(end, state.computed_tokens):
+    state: RequestState, end: int, end_with_pending: int, end_promised: int, limits: Limits, now: float
+) -> tuple[int, float, bool]:  # fmt: skip
+    """(end of the hit to wait for or 0, until when, whether a hand-over promised it).
+
+    `end` is what could be had now, the others what it would be when all that is pending, or was promised, is there.
+    """
+    at_hand = max(end, state.computed_tokens)
+    if state.hand_over is not None and end_promised > at_hand:
+        until = state.arrived_at + state.hand_over.wait_s
+        if now < until or end_with_pending <= at_hand:
+            return end_promised, until, True
+    if end_with_pending > at_hand:
         if state.pending_since is None:
             state.pending_since = now
-        return end_with_pending // tokens_per_chunk, state.pending_since + limits.pending_s, False
+        return end_with_pending, state.pending_since + limits.pending_s, False
     return 0, 0.0, False

@@ -1,9 +1,10 @@
 """Which complete chunks are handed to the ranks to be stored, and which saves are on their way.
 
-Invariants. A chunk is handed over only when its last token is computed by this step or before, and while its blocks
-are real. The blocks of a save are pinned until every rank has reported it, and pins are bounded: what finds no room is
-tried again in the next step. What is known to be in the cache, is being stored, or was just saved here is not saved
-again.
+Invariants. A chunk is handed over only when its last token is computed by this step or before, and each group of it
+only while its blocks are real: those of a window in the step that crosses the chunk's end, a recurrent state in the
+step in which vLLM offers it. The blocks of a save are pinned until every rank has reported it, and pins are bounded:
+what finds no room is tried again in the next step. What is known to be in the cache, is being stored, or was just saved
+here is not saved again, group by group.
 
 Called by: scheduler.py, in the engine's scheduling thread. Single-threaded, no I/O.
 """
@@ -11,13 +12,15 @@ Called by: scheduler.py, in the engine's scheduling thread. Single-threaded, no 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cacheservice.connector.metadata import BlockIds, SaveChunk, SaveJob, SaveReport
 from cacheservice.connector.namespace import NamespacePlan
 from cacheservice.connector.pins import Pins
 from cacheservice.connector.requests import READY_OR_PENDING, RequestState
 from cacheservice.core.keys import ChunkKey
+from cacheservice.core.layout import GroupKind
+from cacheservice.core.prefix import blocks_read, stored_blocks
 
 MAX_CHUNKS_PER_SAVE = 64
 MAX_BLOCKS_PER_STEP = 1024
@@ -26,6 +29,10 @@ As many as a step computes with 16384 tokens in blocks of 16; the rest follows i
 RECENT_SAVES = 16384
 RECENT_SAVE_S = 10.0
 NULL_BLOCK = 0
+
+Offers = Mapping[int, Mapping[int, int]]
+"""Recurrent states that vLLM offers of one request: chunk number to group to block. The state is the one at the chunk's
+end."""
 
 
 class Saves:
@@ -44,7 +51,7 @@ class Saves:
         self._new_id = new_id
         self._clock = clock
         self._open: dict[int, SaveJob] = {}
-        self._recent: OrderedDict[ChunkKey, float] = OrderedDict()
+        self._recent: OrderedDict[tuple[ChunkKey, int], float] = OrderedDict()
         self._epoch: int | None = None
         self._chosen: list[tuple[str, SaveChunk]] = []
         self._chosen_blocks = 0
@@ -98,22 +105,56 @@ class Saves:
         plan: NamespacePlan,
         complete: int,
         table: Sequence[Sequence[int]],
+        offers: Offers,
     ) -> None:
-        """Pick chunks `[state.next_save, complete)` of a request whose current block table is `table`."""
-        while state.next_save < complete:
-            number = state.next_save
-            if self.is_wanted(state, number, len(plan.groups)):
-                blocks = _blocks_of(number, plan, table)
-                if blocks is not None:
-                    size = sum(len(group_ids) for group_ids in blocks)
-                    if not self.has_room(size):
-                        return
-                    self._chosen_blocks += size
-                    parent = state.keys[number - 1] if number else None
-                    chunk = SaveChunk(state.keys[number], parent, number, blocks)
-                    self._chosen.append((state.request_id, chunk))
-                    self._remember(state.keys[number])
-            state.next_save += 1
+        """Pick chunks `[state.next_save, complete)` of a request whose current block table is `table`, and the states
+        of earlier chunks that are offered only now."""
+        late = sorted(number for number in offers if number < min(state.next_save, complete))
+        for number in (*late, *range(state.next_save, complete)):
+            blocks, is_whole = self._blocks_of(state, plan, number, table, offers.get(number, {}))
+            size = sum(len(group_ids) for group_ids in blocks)
+            if size:
+                if not self.has_room(size):
+                    return
+                self._chosen_blocks += size
+                parent = state.keys[number - 1] if number else None
+                chunk = SaveChunk(state.keys[number], parent, number, blocks)
+                self._chosen.append((state.request_id, chunk))
+                for group, group_ids in enumerate(blocks):
+                    if group_ids:
+                        self._remember(chunk.key, group)
+            state.next_save = max(state.next_save, number + 1)
+            if is_whole:
+                state.num_promised = max(state.num_promised, number + 1)
+
+    def _blocks_of(
+        self,
+        state: RequestState,
+        plan: NamespacePlan,
+        number: int,
+        table: Sequence[Sequence[int]],
+        offered: Mapping[int, int],
+    ) -> tuple[BlockIds, bool]:
+        """(blocks per group, none where the group is not to be saved; whether the cache will have the whole chunk)."""
+        blocks: list[tuple[int, ...]] = []
+        is_whole = True
+        for g, group in enumerate(plan.groups):
+            ids: tuple[int, ...] = ()
+            # At the end of a local chunk nothing before it is read, so no hit needs that group of this chunk.
+            is_read = bool(blocks_read(group, 0, (number + 1) * plan.tokens_per_chunk))
+            if is_read and self.is_wanted(state, number, g, len(plan.groups)):
+                if group.kind is GroupKind.RECURRENT:
+                    block = offered.get(g)
+                    if block is not None and self._pins.holds_state(block, state.keys[number], g):
+                        ids = (block,)
+                else:
+                    held = stored_blocks(group, plan.tokens_per_chunk, number)
+                    ids = tuple(table[g][held.start : held.stop])
+                    if len(ids) != len(held) or NULL_BLOCK in ids:
+                        ids = ()  # they left the window, or were never there
+                is_whole &= bool(ids)
+            blocks.append(ids)
+        return tuple(blocks), is_whole
 
     def take_jobs(self, plan: NamespacePlan) -> list[SaveJob]:
         """Pin what was chosen in this step and make jobs of it."""
@@ -141,37 +182,41 @@ class Saves:
             return
         if not report.is_complete:
             for chunk in job.chunks:
-                self._recent.pop(chunk.key, None)
+                for group, group_ids in enumerate(chunk.block_ids):
+                    if group_ids:
+                        self._recent.pop((chunk.key, group), None)
         if self._pins.report(save_id, report.num_ranks):
             del self._open[save_id]
 
-    def is_wanted(self, state: RequestState, number: int, num_groups: int) -> bool:
-        """Whether a chunk is worth saving: not when it is known to be there, being stored, or was just saved."""
-        codes = state.presence_of(number, num_groups, epoch=self._epoch)
-        if codes is not None and all(code in READY_OR_PENDING for code in codes):
+    def is_wanted(self, state: RequestState, number: int, group: int, num_groups: int) -> bool:
+        """Whether a group of a chunk is worth saving: not when it is known to be there, being stored, or was just
+        saved."""
+        code = state.presence_of(number, group, num_groups, epoch=self._epoch)
+        if code in READY_OR_PENDING:
             return False
-        saved_at = self._recent.get(state.keys[number])
+        saved_at = self._recent.get((state.keys[number], group))
         return saved_at is None or self._clock() - saved_at > RECENT_SAVE_S
 
-    def _remember(self, key: ChunkKey) -> None:
-        self._recent[key] = self._clock()
-        self._recent.move_to_end(key)
+    def _remember(self, key: ChunkKey, group: int) -> None:
+        self._recent[key, group] = self._clock()
+        self._recent.move_to_end((key, group))
         while len(self._recent) > RECENT_SAVES:
             self._recent.popitem(last=False)
 
 
 def blocks_per_chunk(plan: NamespacePlan) -> int:
-    """Blocks of one chunk over all groups."""
-    return sum(plan.tokens_per_chunk // group.block_tokens for group in plan.groups)
+    """Blocks that one chunk holds over all groups."""
+    return sum(group.num_blocks(plan.tokens_per_chunk) for group in plan.groups)
 
 
-def _blocks_of(number: int, plan: NamespacePlan, table: Sequence[Sequence[int]]) -> BlockIds | None:
-    """Blocks of a chunk per group; None when some are gone (null blocks) or not in the table."""
-    ids = []
-    for group, group_ids in zip(plan.groups, table, strict=True):
-        per_chunk = plan.tokens_per_chunk // group.block_tokens
-        blocks = tuple(group_ids[number * per_chunk : (number + 1) * per_chunk])
-        if len(blocks) != per_chunk or NULL_BLOCK in blocks:
-            return None
-        ids.append(blocks)
-    return tuple(ids)
+def offers_by_chunk(
+    offered: Iterable[tuple[int, int, int]], plan: NamespacePlan, complete: int
+) -> Offers:
+    """Of the states that vLLM offers of one request, `(group, block, number of tokens)`, those at the ends of its first
+    `complete` chunks. A state at any other number of tokens can't be found again by its chunk's key."""
+    offers: dict[int, dict[int, int]] = {}
+    for group, block, num_tokens in offered:
+        chunk, rest = divmod(num_tokens, plan.tokens_per_chunk)
+        if not rest and 0 < chunk <= complete:
+            offers.setdefault(chunk - 1, {})[group] = block
+    return offers

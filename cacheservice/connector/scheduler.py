@@ -45,11 +45,12 @@ from cacheservice.connector.requests import (
     RequestState,
     decide,
 )  # fmt: skip
-from cacheservice.connector.saves import Saves, blocks_per_chunk
+from cacheservice.connector.saves import Saves, blocks_per_chunk, offers_by_chunk
 from cacheservice.connector.stats import LarderStats, StatsRecorder
 from cacheservice.core.keys import chunk_keys_of, short_hex
 from cacheservice.core.outcomes import Outcome, OutcomeKind, Reason
-from cacheservice.errors import RefusedError
+from cacheservice.core.prefix import WHOLE, blocks_read
+from cacheservice.errors import RefusedError, UncacheableError
 
 logger = logging.getLogger(__name__)
 
@@ -266,10 +267,10 @@ class SchedulerHalf:
         first, last = start // tokens, -(-stop // tokens)
         load_id = self._take_id()
         lease_id = state.take_lease()
-        ids = tuple(
-            tuple(group_ids[start // group.block_tokens : -(-stop // group.block_tokens)])
-            for group, group_ids in zip(self._plan.groups, block_ids, strict=True)
-        )
+        ids = []
+        for group, group_ids in zip(self._plan.groups, block_ids, strict=True):
+            needed = blocks_read(group, start, stop)
+            ids.append(tuple(group_ids[needed.start : needed.stop]))
         self._new_loads.append(
             LoadJob(
                 load_id=load_id,
@@ -281,7 +282,7 @@ class SchedulerHalf:
                 stop_token=stop,
                 first_chunk=first,
                 chunks=tuple(state.keys[first:last]),
-                block_ids=ids,
+                block_ids=tuple(ids),
             )
         )
         self._open_loads[load_id] = _OpenLoad(request.request_id, lease_id)
@@ -305,7 +306,7 @@ class SchedulerHalf:
             return None
         self._count_unsaved(tracked)
         status = self._client.state()
-        if not status.connected or not state.next_save:
+        if not status.connected or not state.num_promised:
             return None
         if self._saves is None or self._saves.epoch != status.epoch:
             return None  # what was stored was stored at an agent that is no more
@@ -314,7 +315,7 @@ class SchedulerHalf:
                 namespace=self._plan.digest,
                 node=status.node_number,
                 epoch=status.epoch or 0,
-                num_chunks=min(state.next_save, MAX_LOOKUP_KEYS),
+                num_chunks=min(state.num_promised, MAX_LOOKUP_KEYS),
                 wait_s=self._config.deadlines.hand_over_s,
             )
         )
@@ -328,7 +329,11 @@ class SchedulerHalf:
             min(request.num_computed_tokens, request.num_tokens) // tokens, len(state.keys)
         )
         unsaved = sum(
-            self._saves.is_wanted(state, number, len(self._plan.groups))
+            any(
+                self._saves.is_wanted(state, number, group, len(self._plan.groups))
+                for group, spec in enumerate(self._plan.groups)
+                if spec.kind in WHOLE
+            )
             for number in range(state.next_save, complete)
         )
         if not unsaved:
@@ -370,7 +375,11 @@ class SchedulerHalf:
         self, plan: NamespacePlan, saves: Saves, scheduler_output: Any
     ) -> list[SaveJob]:
         chunk_blocks = blocks_per_chunk(plan)
-        for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+        block_state = scheduler_output.kv_connector_block_state
+        scheduled = scheduler_output.num_scheduled_tokens
+        offered = block_state.boundary_state_offloads
+        # Requests of offers that compute nothing now have just been loaded: their pages are complete.
+        for request_id in (*scheduled, *(r for r in offered if r not in scheduled)):
             if not saves.has_room(chunk_blocks):
                 break  # the others have their turn in a later step; a look at every block table costs milliseconds
             tracked = self._tracked.get(request_id)
@@ -379,16 +388,25 @@ class SchedulerHalf:
             request, state = tracked.request, tracked.state
             # num_computed_tokens is not advanced yet: after this step's forward pass the cache is valid up to here.
             # Draft tokens and placeholders are not in num_tokens, so they are never saved.
-            valid = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
+            valid = min(
+                request.num_computed_tokens + scheduled.get(request_id, 0), request.num_tokens
+            )
             complete = valid // plan.tokens_per_chunk
-            if complete <= state.next_save:
+            if complete <= state.next_save and request_id not in offered:
                 continue
             self._see_tokens(tracked)
             self._take_answer(tracked)
-            table = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
-            if table is not None:
-                saves.choose(state, plan, min(complete, len(state.keys)), table)
+            complete = min(complete, len(state.keys))
+            offers = offers_by_chunk(offered.get(request_id, ()), plan, complete)
+            table = block_state.get_block_ids(request_id)
+            if table is not None and (offers or complete > state.next_save):
+                saves.choose(state, plan, complete, table, offers)
         return saves.take_jobs(plan)
+
+    def turn_off(self, why: str) -> None:
+        """This engine's model can't be cached: say so once, and answer nothing from now on."""
+        self._plan, self._engine = None, None
+        logger.error("this engine runs without cache: %s", why)
 
     def see_worker_metadata(self, reports: Any) -> None:
         """Take what the ranks reported; foreign types are another connector's."""
@@ -427,13 +445,17 @@ class SchedulerHalf:
         try:
             self.describe(self._engine, facts)
         except RefusedError as error:
-            logger.error("this engine runs without cache: %s", error)
-            self._engine = None
+            self.turn_off(str(error))
 
-    def describe_expected(self, ranks: Sequence[RankFacts]) -> NamespacePlan:
-        """Settle the namespace with the engine's facts noted before."""
-        assert self._engine is not None
-        return self.describe(self._engine, ranks)
+    def describe_expected(self, ranks: Sequence[RankFacts]) -> NamespacePlan | None:
+        """Settle the namespace with the engine's facts noted before; None when the model can't be cached."""
+        if self._engine is None:
+            return None
+        try:
+            return self.describe(self._engine, ranks)
+        except UncacheableError as error:
+            self.turn_off(str(error))
+            return None
 
     def expect(self, engine: EngineFacts) -> None:
         """Note the engine's facts for the case that the ranks' facts come later (MultiConnector)."""

@@ -16,9 +16,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from cacheservice.client.values import ShardRead, ShardWrite
 from cacheservice.connector.config import ConnectorConfig
-from cacheservice.connector.copies import PageRuns
+from cacheservice.connector.copies import Copier, Fence
 from cacheservice.connector.metadata import (
     LarderMetadata,
     LarderWorkerMetadata,
@@ -28,10 +27,10 @@ from cacheservice.connector.metadata import (
     SaveReport,
 )  # fmt: skip
 from cacheservice.connector.namespace import NamespacePlan, RankFacts
-from cacheservice.connector.pages import GroupPages, ShardLayout
+from cacheservice.connector.pages import GroupPages
 from cacheservice.connector.pools import start_threads, submit_once
+from cacheservice.connector.shards import RankShards
 from cacheservice.connector.stats import LarderStats, StatsRecorder
-from cacheservice.core.layout import GroupKind
 from cacheservice.core.outcomes import Outcome, OutcomeKind, Reason
 
 logger = logging.getLogger(__name__)
@@ -52,20 +51,22 @@ class WorkerHalf:
         client: Any,
         pages: Sequence[GroupPages],
         facts: RankFacts,
+        copier: Copier,
         *,
         tensor_parallel_size: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Own `client` (closed with this half); `pages[g]` are this rank's pages of group g."""
+        """Own `client` and `copier` (closed with this half); `pages[g]` are this rank's pages of group g."""
         self._config = config
         self._client = client
         self._pages = tuple(pages)
         self._facts = facts
+        self._copier = copier
         self._tensor_parallel_size = tensor_parallel_size
         self._clock = clock
         self._lock = threading.Lock()
         self._plan: NamespacePlan | None = None
-        self._shards: tuple[tuple[tuple[int, ShardLayout], ...], ...] = ()
+        self._shards: RankShards | None = None
         self._ended_loads: dict[str, tuple[LoadJob, LoadReport]] = {}
         self._ended_saves: dict[int, SaveReport] = {}
         self._load_reports: dict[int, LoadReport] = {}
@@ -83,25 +84,36 @@ class WorkerHalf:
         if self._plan is None:
             start_threads(self._loads, NUM_LOAD_THREADS)
             start_threads(self._saves, NUM_SAVE_THREADS)
-        self._plan = metadata.plan
-        self._shards = tuple(
-            self._shards_of(metadata.plan, g) for g in range(len(metadata.plan.groups))
+        # In this order: a copying thread that sees the new plan must not see the old plan's shards.
+        self._shards = RankShards(
+            metadata.plan,
+            self._pages,
+            tp_rank=self._facts.tp_rank,
+            tensor_parallel_size=self._tensor_parallel_size,
         )
+        self._plan = metadata.plan
         self._client.open_namespace(metadata.plan.spec)
 
     def start_loads(self, metadata: LarderMetadata) -> None:
         """Begin the loads of this step; returns at once. One that finds no thread has failed."""
+        if not metadata.loads:
+            return
+        # Not before what the engine has launched: it may still zero these blocks, or write them for their last owner.
+        fence = self._copier.fence()
         for job in metadata.loads:
             started = self._clock()
-            if not submit_once(self._loads, self._load, job, started):
+            if not submit_once(self._loads, self._load, job, fence, started):
                 self._end_load(job, job.first_chunk, Reason.INTERNAL, 0, started)
 
     def start_saves(self, metadata: LarderMetadata) -> None:
         """Begin the saves of this step, whose forward pass is done; returns at once. One that finds no thread is
         reported as incomplete."""
+        if not metadata.saves:
+            return
+        fence = self._copier.fence()
         for job in metadata.saves:
             started = self._clock()
-            if not submit_once(self._saves, self._save, job, started):
+            if not submit_once(self._saves, self._save, job, fence, started):
                 self._end_save(job, Reason.INTERNAL, 0, 0, started)
 
     def take_ended_loads(self) -> tuple[set[str], set[str]]:
@@ -145,13 +157,14 @@ class WorkerHalf:
         self._client.close()
         self._loads.shutdown(wait=True)
         self._saves.shutdown(wait=True)
+        self._copier.close()
 
     # ------------------------------------------------------------------ loads
 
-    def _load(self, job: LoadJob, submitted_at: float) -> None:
+    def _load(self, job: LoadJob, fence: Fence, submitted_at: float) -> None:
         started = self._clock()
         try:
-            first_failed, reason, num_bytes = self._copy_in(job, submitted_at)
+            first_failed, reason, num_bytes = self._copy_in(job, fence, submitted_at)
         except Exception:
             logger.exception("load failed for a reason of our own request=%s", job.request_id)
             first_failed, reason, num_bytes = job.first_chunk, Reason.INTERNAL, 0
@@ -166,7 +179,9 @@ class WorkerHalf:
         served = asked if first_failed is None else 0
         self._count(OutcomeKind.LOAD, reason, job.request_id, asked, served, started, num_bytes)
 
-    def _copy_in(self, job: LoadJob, submitted_at: float) -> tuple[int | None, Reason, int]:
+    def _copy_in(
+        self, job: LoadJob, fence: Fence, submitted_at: float
+    ) -> tuple[int | None, Reason, int]:
         """(first failed chunk or None, why, bytes copied)."""
         plan = self._plan
         left_s = self._config.deadlines.load_s - (self._clock() - submitted_at)
@@ -174,15 +189,22 @@ class WorkerHalf:
             return job.first_chunk, Reason.CANCELLED, 0
         if left_s <= 0:
             return job.first_chunk, Reason.DEADLINE, 0
-        reads, chunk_of = self._reads(job, plan)
-        if not reads:
+        assert self._shards is not None
+        reads = self._shards.reads(job, self._copier, fence)
+        if reads is None:
             return job.first_chunk, Reason.INTERNAL, 0
+        if not reads:
+            return None, Reason.HIT, 0  # local chunks end there: nothing of what was before is read
         results = self._client.retrieve(
-            job.namespace, reads, lookup_lease=job.lookup_lease, epoch=job.epoch, deadline_s=left_s
+            job.namespace,
+            [read.shard for read in reads],
+            lookup_lease=job.lookup_lease,
+            epoch=job.epoch,
+            deadline_s=left_s,
         )
         failed = [
-            (chunk, r.reason)
-            for chunk, r in zip(chunk_of, results, strict=True)
+            (read.chunk_number, r.reason)
+            for read, r in zip(reads, results, strict=True)
             if r.reason is not Reason.HIT
         ]
         num_bytes = sum(r.num_bytes for r in results)
@@ -191,47 +213,12 @@ class WorkerHalf:
         chunk, reason = min(failed, key=lambda f: f[0])
         return chunk, reason, num_bytes
 
-    def _reads(self, job: LoadJob, plan: NamespacePlan) -> tuple[list[ShardRead], list[int]]:
-        """The shard ranges of a load, and the chunk number of each; nothing when the range can't be loaded."""
-        reads: list[ShardRead] = []
-        chunk_of: list[int] = []
-        tokens = plan.tokens_per_chunk
-        for number, key in enumerate(job.chunks, job.first_chunk):
-            for g, group in enumerate(plan.groups):
-                if job.start_token % group.block_tokens:
-                    return (
-                        [],
-                        [],
-                    )  # vLLM asks for whole blocks; anything else would overwrite a block it shares
-                start = max(job.start_token, number * tokens)
-                stop = min(
-                    -(-job.stop_token // group.block_tokens) * group.block_tokens,
-                    (number + 1) * tokens,
-                )
-                first_block = (start - number * tokens) // group.block_tokens
-                last_block = (stop - number * tokens) // group.block_tokens
-                offset = (start - job.start_token) // group.block_tokens
-                blocks = job.block_ids[g][offset : offset + last_block - first_block]
-                if len(blocks) != last_block - first_block or 0 in blocks:
-                    return [], []
-                for shard, layout in self._shards[g]:
-                    size = plan.spec.groups[g].shard_bytes
-                    first_byte = first_block * layout.block_bytes
-                    sink = PageRuns(layout, blocks, first_byte=first_byte)
-                    reads.append(
-                        ShardRead(
-                            key, g, shard, size, first_byte, last_block * layout.block_bytes, sink
-                        )
-                    )
-                    chunk_of.append(number)
-        return reads, chunk_of
-
     # ------------------------------------------------------------------ saves
 
-    def _save(self, job: SaveJob, submitted_at: float) -> None:
+    def _save(self, job: SaveJob, fence: Fence, submitted_at: float) -> None:
         started = self._clock()
         try:
-            reason, num_bytes, num_stored = self._copy_out(job, submitted_at)
+            reason, num_bytes, num_stored = self._copy_out(job, fence, submitted_at)
         except Exception:
             logger.exception("save failed for a reason of our own chunks=%d", len(job.chunks))
             reason, num_bytes, num_stored = Reason.INTERNAL, 0, 0
@@ -253,7 +240,7 @@ class WorkerHalf:
             num_bytes,
         )
 
-    def _copy_out(self, job: SaveJob, submitted_at: float) -> tuple[Reason, int, int]:
+    def _copy_out(self, job: SaveJob, fence: Fence, submitted_at: float) -> tuple[Reason, int, int]:
         """(how the batch ended, bytes stored, chunks stored)."""
         plan = self._plan
         give_up_at = submitted_at + max(0.0, self._config.deadlines.pin_s - PIN_MARGIN_S)
@@ -262,7 +249,8 @@ class WorkerHalf:
         left_s = give_up_at - self._clock()
         if left_s <= 0:
             return Reason.DEADLINE, 0, 0
-        writes = self._writes(job, plan)
+        assert self._shards is not None
+        writes = self._shards.writes(job, self._copier, fence)
         if not writes:
             return Reason.DUPLICATE, 0, 0  # other ranks write all of it
 
@@ -276,51 +264,6 @@ class WorkerHalf:
         if failed:
             return failed[0], num_bytes, len(stored)
         return (Reason.HIT if stored else Reason.DUPLICATE), num_bytes, len(stored)
-
-    def _writes(self, job: SaveJob, plan: NamespacePlan) -> list[ShardWrite]:
-        writes = []
-        for chunk in job.chunks:
-            for g in range(len(plan.groups)):
-                size = plan.spec.groups[g].shard_bytes
-                for shard, layout in self._shards[g]:
-                    if self._is_writer(plan, g, chunk.number):
-                        source = PageRuns(layout, chunk.block_ids[g])
-                        writes.append(
-                            ShardWrite(
-                                chunk.key, chunk.parent, chunk.number, g, shard, size, source
-                            )
-                        )
-        return writes
-
-    # ------------------------------------------------------------------ shards of this rank
-
-    def _shards_of(self, plan: NamespacePlan, group: int) -> tuple[tuple[int, ShardLayout], ...]:
-        """The shards that this rank's heads cover, each with where its bytes lie."""
-        pages, num_shards = self._pages[group], plan.groups[group].num_shards
-        if plan.groups[group].kind is GroupKind.MLA:
-            return ((0, ShardLayout(pages, first_head=0, num_heads=pages.num_heads)),)
-        replicas = self._num_replicas(plan, group)
-        num_holders = self._tensor_parallel_size // replicas
-        per_rank = num_shards // num_holders
-        heads = pages.num_heads // per_rank
-        first = self._facts.tp_rank // replicas * per_rank
-        return tuple(
-            (first + i, ShardLayout(pages, first_head=i * heads, num_heads=heads))
-            for i in range(per_rank)
-        )
-
-    def _num_replicas(self, plan: NamespacePlan, group: int) -> int:
-        """How many consecutive ranks hold the same heads: 1, unless there are more ranks than heads."""
-        if plan.groups[group].kind is GroupKind.MLA:
-            return self._tensor_parallel_size
-        total_heads = plan.groups[group].bytes_per_block * self._pages[group].num_heads
-        num_heads = total_heads // self._pages[group].block_bytes
-        return max(1, self._tensor_parallel_size // num_heads)
-
-    def _is_writer(self, plan: NamespacePlan, group: int, chunk_number: int) -> bool:
-        """Ranks that hold the same bytes take turns by chunk."""
-        replicas = self._num_replicas(plan, group)
-        return chunk_number % replicas == self._facts.tp_rank % replicas
 
     def _count(
         self,

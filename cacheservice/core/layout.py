@@ -127,8 +127,9 @@ def choose_tokens_per_chunk(groups: Sequence[GroupSpec]) -> int:
     """Automatic chunk size (design, section 6).
 
     The smallest multiple of the LCM of the groups' block sizes that is >= 256 tokens and gives the widest
-    full-attention or MLA group >= 1 MiB over all heads and layers, at most 8192 tokens; with a recurrent group the LCM
-    itself, since vLLM offers states only where a prompt ended.
+    full-attention or MLA group >= 1 MiB over all heads and layers, at most 8192 tokens, and
+    no chunk straddles a local chunk's border; with a recurrent group the LCM itself, since vLLM offers states only
+    where a prompt ended.
     """
     lcm = math.lcm(*(g.block_tokens for g in groups))
     if any(g.kind is GroupKind.RECURRENT for g in groups):
@@ -147,7 +148,19 @@ def choose_tokens_per_chunk(groups: Sequence[GroupSpec]) -> int:
     multiples = max(1, math.ceil(wanted / lcm))
     while multiples > 1 and multiples * lcm > MAX_CHUNK_TOKENS:
         multiples -= 1
+    while multiples > 1 and not _fits_local_chunks(multiples * lcm, groups):
+        multiples -= 1
     return multiples * lcm
+
+
+def _fits_local_chunks(tokens_per_chunk: int, groups: Sequence[GroupSpec]) -> bool:
+    """Whether no chunk straddles the border of a local chunk: vLLM drops the blocks below the border, so what is stored
+    of such a chunk would often be gone before its end is computed."""
+    return all(
+        g.window_tokens % tokens_per_chunk == 0 or tokens_per_chunk % g.window_tokens == 0
+        for g in groups
+        if g.kind is GroupKind.CHUNKED_LOCAL and g.window_tokens is not None
+    )
 
 
 def num_shards_of(num_kv_heads: int, tensor_parallel_sizes: Sequence[int]) -> int | None:

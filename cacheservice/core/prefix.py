@@ -10,9 +10,10 @@ A prefix of E tokens can be used when each group has what a computation that sta
 `blocks_read` is that rule, in blocks; what is offered, what is loaded and what is checked all come from it. E is always
 a multiple of the chunk size. A group of which nothing is there makes the hit zero: no group is ever left out.
 
-Where a hit covers all tokens of a request, vLLM computes the last one again (v1/core/sched/scheduler.py
-`_update_waiting_for_remote_kv`), so the computation starts at E - 1 with the blocks that were loaded for E. That is
-allowed only when they are enough for it: never with a state, which can't be rewound.
+Where a hit covers all tokens of a request, vLLM computes the last one again (0.32, v1/core/sched/scheduler.py
+`_update_waiting_for_remote_kv`), so the computation starts at E - 1 with the blocks that were loaded for E. A state
+can't be rewound, a window may lack the token before it, and vLLM's own prefix cache never goes this way: with any group
+that is not full attention or MLA, E is less than the number of tokens.
 
 Pure. Called by: the connector's scheduler half on every question of vLLM (only presence is remembered between calls,
 never E) and when it plans loads and saves; the worker half when it finds the pages of a load.
@@ -128,7 +129,7 @@ def hit_tokens(
     partial = [(i, group) for i, group in enumerate(groups) if group.kind not in WHOLE]
     for chunks in range(num_chunks, first, -1):
         end = chunks * tokens_per_chunk
-        if end == num_tokens and not _can_rewind(groups, end):
+        if end == num_tokens and partial:
             continue
         if all(
             _is_held(group, index, num_groups, presence, there, tokens_per_chunk, computed_tokens, end)
@@ -150,24 +151,3 @@ def _is_held(
         for chunk in range(needed.start // blocks_per_chunk, -(-needed.stop // blocks_per_chunk))
         if needed
     )
-
-
-def _can_rewind(groups: Sequence[GroupSpec], end: int) -> bool:
-    """Whether what is loaded for `end` is enough for a computation that starts one token earlier."""
-    for group in groups:
-        match group.kind:
-            case GroupKind.FULL | GroupKind.MLA:
-                continue
-            case GroupKind.RECURRENT:
-                return False
-            case GroupKind.SLIDING_WINDOW:
-                # vLLM nulls whole blocks below the window of the token at `end`; the one before reads one token more.
-                assert group.window_tokens is not None
-                kept = max(0, end - group.window_tokens + 1) // group.block_tokens
-                if max(0, end - group.window_tokens) // group.block_tokens < kept:
-                    return False
-            case GroupKind.CHUNKED_LOCAL:
-                assert group.window_tokens is not None
-                if end % group.window_tokens == 0:
-                    return False
-    return True
