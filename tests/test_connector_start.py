@@ -11,9 +11,10 @@ import engines  # noqa: F401 - sets vLLM's environment
 import pytest
 import torch
 
-from cacheservice.connector.checks import caution_of, check_engine, check_groups
 from cacheservice.connector.config import DEADLINE_KEYS, parse_extra_config
-from cacheservice.errors import ConfigError, RefusedError
+from cacheservice.connector.groups import REMEDY, check_groups, describe_group
+from cacheservice.core.layout import GroupKind
+from cacheservice.errors import ConfigError, UncacheableError
 
 
 def parse(kv_role: str | None = "kv_both", /, **extra):
@@ -69,49 +70,6 @@ def test_wrong_keys_are_refused_by_name(extra, words):
         parse(**extra)
 
 
-def vllm_config(**changes):
-    parallel = {
-        "world_size": 1,
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "decode_context_parallel_size": 1,
-    }
-    transfer = {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {}}
-    return SimpleNamespace(
-        cache_config=SimpleNamespace(
-            prefix_caching_hash_algo=changes.get("algorithm", "sha256_cbor")
-        ),
-        kv_transfer_config=SimpleNamespace(**{**transfer, **changes.get("transfer", {})}),
-        speculative_config=changes.get("speculative"),
-        parallel_config=SimpleNamespace(**{**parallel, **changes.get("parallel", {})}),
-    )
-
-
-def test_a_plain_engine_is_accepted():
-    check_engine(vllm_config())
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"algorithm": "sha256"}, "--prefix-caching-hash-algo sha256_cbor"),
-        ({"transfer": {"kv_load_failure_policy": "fail"}}, '"kv_load_failure_policy": "recompute"'),
-        ({"speculative": object()}, "--speculative-config"),
-        ({"parallel": {"pipeline_parallel_size": 2}}, "--pipeline-parallel-size"),
-        ({"parallel": {"nnodes": 2, "tensor_parallel_size": 2}}, "--nnodes"),
-        ({"parallel": {"decode_context_parallel_size": 2}}, "--decode-context-parallel-size"),
-        (
-            {"transfer": {"kv_connector_extra_config": {"tensor_parallel_sizes": [2, 4]}}},
-            "own size 1",
-        ),
-    ],
-)
-def test_engines_that_cannot_be_cached_are_refused_with_the_flag(changes, words):
-    with pytest.raises(RefusedError) as refusal:
-        check_engine(vllm_config(**changes))
-    assert words in str(refusal.value)
-
-
 def group(spec, **changes):
     return SimpleNamespace(
         **{"layer_names": ["a"], "kv_cache_spec": spec, "is_eagle_group": False, "host_resident": False,
@@ -129,44 +87,72 @@ def specs():
     from vllm.v1 import kv_cache_interface as kv
 
     common = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+    state = {"block_size": 16, "shapes": ((2, 2),), "dtypes": (torch.float32,)}
     return {
         "full": kv.FullAttentionSpec(**common),
         "mla": kv.MLAAttentionSpec(**{**common, "num_kv_heads": 1}),
         "window": kv.SlidingWindowSpec(**common, sliding_window=64),
         "local": kv.ChunkedLocalAttentionSpec(**common, attention_chunk_size=64),
         "sink": kv.SinkFullAttentionSpec(**common, sink_len=4),
-        "mamba": kv.MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,)),
+        "mamba": kv.MambaSpec(**state, mamba_cache_mode="align"),
+        "scattered states": kv.MambaSpec(**state, mamba_cache_mode="none"),
         "hidden": kv.HiddenStateCacheSpec(**{**common, "num_kv_heads": 1}),
         "compressed": kv.MLAAttentionSpec(**{**common, "num_kv_heads": 1}, tokens_per_state=4),
+        "odd": kv.MLAAttentionSpec(**{**common, "num_kv_heads": 1}, tokens_per_state=5),
         "fractional": kv.FullAttentionSpec(**common, tokens_per_state=Fraction(1, 2)),
         "non-causal": kv.FullAttentionSpec(**common, non_causal=True),
     }
 
 
-@pytest.mark.parametrize("names", [("full",), ("mla",), ("full", "mla")])
-def test_full_and_latent_attention_are_accepted(names):
-    check_groups(kv_config(*(group(specs()[name]) for name in names)))
+KINDS = {
+    "full": GroupKind.FULL,
+    "mla": GroupKind.MLA,
+    "compressed": GroupKind.MLA,
+    "window": GroupKind.SLIDING_WINDOW,
+    "local": GroupKind.CHUNKED_LOCAL,
+    "mamba": GroupKind.RECURRENT,
+}
+WHY_NOT = {
+    "sink": "learned sink blocks",
+    "hidden": "hidden states for a drafter",
+    "fractional": "one state per 1/2 tokens",
+    "odd": "one state per 5 tokens",
+    "non-causal": "attends to later tokens",
+    "scattered states": "mode 'none'",
+}
 
 
-@pytest.mark.parametrize(
-    "name", ["window", "local", "sink", "mamba", "hidden", "compressed", "fractional", "non-causal"]
-)
-def test_other_kinds_of_groups_are_refused_in_words(name):
-    with pytest.raises(RefusedError, match="group 1"):
+@pytest.mark.parametrize(("name", "kind"), KINDS.items())
+def test_kinds_of_groups_are_read_off_their_specs(name, kind):
+    assert describe_group(specs()[name], "group").kind is kind
+    check_groups(kv_config(group(specs()["full"]), group(specs()[name])))
+
+
+@pytest.mark.parametrize(("name", "words"), WHY_NOT.items())
+def test_a_model_with_other_groups_is_uncacheable_in_words(name, words):
+    """The sentence names the group, what it holds, and what to do."""
+    with pytest.raises(UncacheableError, match="group 1") as refusal:
         check_groups(kv_config(group(specs()["full"]), group(specs()[name])))
+    assert words in str(refusal.value)
+    assert REMEDY in str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    "flag", [{"is_eagle_group": True}, {"host_resident": True}, {"enable_kv_transfer": False}]
+    ("flag", "words"),
+    [
+        ({"is_eagle_group": True}, "--speculative-config"),
+        ({"host_resident": True}, "HiSparse"),
+        ({"enable_kv_transfer": False}, "HiSparse"),
+    ],
 )
-def test_draft_and_host_groups_are_refused(flag):
-    with pytest.raises(RefusedError, match="draft or host-resident"):
+def test_a_model_with_draft_or_host_groups_is_uncacheable(flag, words):
+    with pytest.raises(UncacheableError, match=words):
         check_groups(kv_config(group(specs()["full"], **flag)))
 
 
 @pytest.mark.parametrize("layout", ["LHBNC", "BHLNC", None, "NEW"])
-def test_layouts_that_scatter_pages_are_refused(layout):
-    with pytest.raises(RefusedError, match="VLLM_KV_CACHE_LAYOUT"):
+def test_layouts_that_scatter_pages_are_uncacheable(layout):
+    with pytest.raises(UncacheableError, match="VLLM_KV_CACHE_LAYOUT"):
         check_groups(kv_config(group(specs()["full"]), layout=layout))
 
 
@@ -178,14 +164,6 @@ def test_importing_the_connector_opens_nothing():
         "assert not {'vllm', 'torch', 'grpc'} & set(sys.modules), sorted(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_adapters_that_are_replaced_in_place_are_warned_of():
-    config = vllm_config()
-    config.lora_config = None
-    assert caution_of(config) is None
-    config.lora_config = SimpleNamespace(max_loras=1)
-    assert "--enable-lora" in caution_of(config)
 
 
 def test_the_plugin_registers_the_name_once():
