@@ -127,15 +127,22 @@ def hit_tokens(
                 end += 1
             num_chunks = min(num_chunks, end)
     partial = [(i, group) for i, group in enumerate(groups) if group.kind not in WHOLE]
+    # States and windows always read the last chunk. Most chunks of a prompt have no state: pass over them quickly.
+    last_chunk_counts = [i for i, group in partial if group.kind is not GroupKind.CHUNKED_LOCAL]
     for chunks in range(num_chunks, first, -1):
         end = chunks * tokens_per_chunk
         if end == num_tokens and partial:
             continue
-        if all(
-            _is_held(group, index, num_groups, presence, there, tokens_per_chunk, computed_tokens, end)
-            for index, group in partial
-        ):  # fmt: skip
-            return end
+        last = (chunks - 1) * num_groups
+        for index in last_chunk_counts:
+            if presence[last + index] not in there:
+                break
+        else:
+            if all(
+                _is_held(group, i, num_groups, presence, there, tokens_per_chunk, computed_tokens, end)
+                for i, group in partial
+            ):  # fmt: skip
+                return end
     return 0
 
 
