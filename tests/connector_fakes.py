@@ -263,7 +263,7 @@ def fake_clients(monkeypatch: Any, cache: FakeCache) -> list[FakeClient]:
 
     made: list[FakeClient] = []
 
-    def build(config: Any, half: Any, *, rank: int) -> FakeClient:
+    def build(config: Any, half: Any, *, rank: int, arena_user: Any = None) -> FakeClient:
         made.append(FakeClient(cache))
         return made[-1]
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheservice.connector.copies import PageRuns
+from cacheservice.connector.copies import PageRuns, copier_for
 from cacheservice.connector.pages import ShardLayout, group_pages
-from cacheservice.errors import RefusedError
+from cacheservice.errors import RefusedError, UncacheableError
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 7, 4, 2, 6
 
@@ -133,10 +133,10 @@ def test_layouts_that_scatter_a_page_are_refused():
             plan(caches(order))
 
 
-def test_pages_that_are_not_in_cpu_memory_are_refused():
+def test_pages_in_memory_that_nobody_can_copy_are_refused():
     view = torch.empty(BLOCKS, HEADS, TOKENS, CONTENT, device="meta")
-    with pytest.raises(RefusedError, match="device meta"):
-        plan([view])
+    with pytest.raises(UncacheableError, match=r"device meta, .* CPU and CUDA memory"):
+        copier_for({"layer.0": view})
 
 
 def test_padding_inside_of_a_page_is_refused():

@@ -8,6 +8,7 @@ from cacheservice.client.client import CacheClient
 from cacheservice.client.copy import MemorySink, MemorySource
 from cacheservice.client.values import (
     AgentTarget,
+    ArenaUser,
     ChecksumPolicy,
     ClientIdentity,
     ClientState,
@@ -16,6 +17,7 @@ from cacheservice.client.values import (
     Half,
     LookupAnswer,
     LookupWait,
+    MappedArena,
     PageSink,
     PageSource,
     RetrieveResult,
@@ -29,6 +31,7 @@ from cacheservice.client.values import (
 __all__ = [
     "AgentAdmin",
     "AgentTarget",
+    "ArenaUser",
     "CacheClient",
     "ChecksumPolicy",
     "ClientIdentity",
@@ -38,6 +41,7 @@ __all__ = [
     "Half",
     "LookupAnswer",
     "LookupWait",
+    "MappedArena",
     "MemorySink",
     "MemorySource",
     "PageSink",

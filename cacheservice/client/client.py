@@ -1,7 +1,7 @@
 """The synchronous client of a cache agent: look up, store, retrieve.
 
 Invariants: no public method raises for what agent, network or index do, or for what the caller's sources and sinks
-do; each ends within its deadline, give or take one piece; a result HIT of `retrieve` means that the bytes were
+do; each ends within its deadline, give or take one span of a copy; a result HIT of `retrieve` means that the bytes were
 verified and that the lease held from before the first copy to after the last. Called by both halves of the connector,
 by agents that pull from peers, by tools. How a session is kept is in `session`, how bytes move in `shared_memory` and
 `stream`.
@@ -22,6 +22,7 @@ from cacheservice.client.plane import LeasedRead, ReservedWrite
 from cacheservice.client.session import Session, SessionKeeper
 from cacheservice.client.values import (
     AgentTarget,
+    ArenaUser,
     ChecksumPolicy,
     ClientIdentity,
     ClientState,
@@ -88,8 +89,12 @@ class CacheClient:
         checksums: ChecksumPolicy = "always",
         clock: Callable[[], float] = time.monotonic,
         on_change: Callable[[ClientState], None] | None = None,
+        arena_user: ArenaUser | None = None,
     ) -> None:
-        """Open nothing and start nothing. `on_change` is called from the session thread and must not block."""
+        """Open nothing and start nothing. `on_change` is called from the session thread and must not block.
+
+        `arena_user` is told where the arena lies, with shared memory.
+        """
         self._deadlines = deadlines
         self._clock = clock
         # What comes from an address crossed a machine, whatever the agent says of its way before.
@@ -102,6 +107,7 @@ class CacheClient:
             data_plane=data_plane,
             clock=clock,
             on_change=on_change,
+            arena_user=arena_user,
         )
 
     def start(self) -> None:

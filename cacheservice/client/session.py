@@ -34,6 +34,7 @@ from cacheservice.client.shared_memory import ArenaMapping, SharedMemoryPlane, m
 from cacheservice.client.stream import StreamPlane
 from cacheservice.client.values import (
     AgentTarget,
+    ArenaUser,
     ClientIdentity,
     ClientState,
     DataPlane,
@@ -225,6 +226,7 @@ class SessionKeeper:
         data_plane: DataPlane,
         clock: Callable[[], float],
         on_change: Callable[[ClientState], None] | None,
+        arena_user: ArenaUser | None,
     ) -> None:
         """Opens nothing and starts nothing."""
         self._target = target
@@ -233,6 +235,7 @@ class SessionKeeper:
         self._data_plane: DataPlane = data_plane
         self._clock = clock
         self._on_change = on_change
+        self._arena_user = arena_user
         self._process = os.getpid()
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -397,8 +400,16 @@ class SessionKeeper:
         except BaseException:
             link.close()
             raise
+        user = self._arena_user
+        if user is not None:
+            mapping.introduce(user)
         threading.Thread(target=mapping.populate, name="larder-populate", daemon=True).start()
-        return link, welcome, SharedMemoryPlane(mapping, welcome.checksum_piece_bytes), ""
+        plane = SharedMemoryPlane(
+            mapping,
+            welcome.checksum_piece_bytes,
+            span_bytes=0 if user is None else user.span_bytes,
+        )
+        return link, welcome, plane, ""
 
     def _map_arena(self, socket_dir: Path, welcome: cache_pb2.SessionWelcome) -> ArenaMapping:
         if not welcome.arena_offered:

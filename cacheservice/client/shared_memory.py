@@ -25,6 +25,7 @@ from typing import Literal
 from cacheservice.client.copy import SpareThread, piece_checksum
 from cacheservice.client.deadlines import Deadline, Watch
 from cacheservice.client.plane import LeasedRead, ReservedWrite
+from cacheservice.client.values import ArenaUser
 from cacheservice.core.outcomes import Reason
 from cacheservice.errors import AgentRejected, AgentUnavailable
 
@@ -70,10 +71,19 @@ class ArenaMapping:
         self._lock = threading.Lock()
         self._num_copies = 0
         self._is_retired = False
+        self._user: ArenaUser | None = None
         self.num_bytes = arena_bytes
         self.address = ctypes.addressof(self._exported)
         self.view = memoryview(self._memory)
         _connections.add(connection)
+
+    def introduce(self, user: ArenaUser) -> None:
+        """Tell `user` of the memory now, and once more before it goes. For the owner, before it shares the mapping."""
+        self._user = user
+        try:
+            user.arena_mapped(self)
+        except Exception:  # noqa: BLE001 - the user's code may raise anything; its copies then do without preparation
+            _log.exception("the user of the arena failed to prepare it; copies may be slower")
 
     def enter(self) -> bool:
         """Start a use of the memory; False when the mapping is retired: do not touch it then."""
@@ -120,6 +130,11 @@ class ArenaMapping:
                 self.leave()
 
     def _unmap(self) -> None:
+        if self._user is not None:
+            try:
+                self._user.arena_unmapping(self)
+            except Exception:  # noqa: BLE001 - the user's code may raise anything; the memory goes all the same
+                _log.exception("the user of the arena failed to let go of it")
         self._exported = None
         self.view.release()
         self._memory.close()
@@ -131,10 +146,11 @@ class SharedMemoryPlane:
 
     name: Literal["shared_memory"] = "shared_memory"
 
-    def __init__(self, mapping: ArenaMapping, piece_bytes: int) -> None:
-        """Own `mapping`."""
+    def __init__(self, mapping: ArenaMapping, piece_bytes: int, *, span_bytes: int = 0) -> None:
+        """Own `mapping`. Copies take whole pieces of one shard, at least `span_bytes` together where it has so many."""
         self._mapping = mapping
         self._piece_bytes = piece_bytes
+        self._pieces_per_span = max(1, -(-span_bytes // piece_bytes))
         self._spare = SpareThread("larder-copy")
 
     def write(
@@ -147,25 +163,26 @@ class SharedMemoryPlane:
         """See `Plane`."""
         checksums: list[list[int | None]] = []
         failed: dict[int, Reason] = {}
-        pieces: list[tuple[int, int]] = []
+        spans: list[tuple[int, range]] = []
         for index, shard in enumerate(shards):
             starts = range(0, shard.write.size_bytes, self._piece_bytes)
             checksums.append([None] * len(starts))
             if self._holds(shard.offset, shard.write.size_bytes):
-                pieces += [(index, start) for start in starts]
+                spans += [(index, span) for span in self._spans(starts)]
             else:
                 failed[index] = Reason.INTERNAL
 
-        def copy(index: int, start: int) -> None:
+        def copy(index: int, starts: range) -> None:
             shard = shards[index]
-            stop = min(start + self._piece_bytes, shard.write.size_bytes)
-            at = shard.offset
-            shard.write.source.gather(start, stop, self._mapping.address + at + start)
-            checksums[index][start // self._piece_bytes] = piece_checksum(
-                self._mapping.view[at + start : at + stop]
-            )
+            size, at = shard.write.size_bytes, shard.offset
+            first, stop = starts.start, min(starts.stop, size)
+            shard.write.source.gather(first, stop, self._mapping.address + at + first)
+            for start in starts:
+                checksums[index][start // self._piece_bytes] = piece_checksum(
+                    self._mapping.view[at + start : at + min(start + self._piece_bytes, size)]
+                )
 
-        if not self._copy_all(pieces, copy, failed, watch):
+        if not self._copy_all(spans, copy, failed, watch):
             return [Reason.AGENT_DOWN] * len(shards)
         results: list[tuple[int, ...] | Reason] = []
         for index, of_shard in enumerate(checksums):
@@ -187,37 +204,39 @@ class SharedMemoryPlane:
         """See `Plane`. Each piece is verified before any of it is handed over."""
         missing: list[set[int]] = []
         failed: dict[int, Reason] = {}
-        pieces: list[tuple[int, int]] = []
+        spans: list[tuple[int, range]] = []
         for index, shard in enumerate(shards):
             read = shard.read
             first = read.start - read.start % self._piece_bytes
             starts = range(first, read.stop if read.stop > read.start else first, self._piece_bytes)
-            missing.append(set(starts))
+            of_shard = self._spans(starts)
+            missing.append({span.start for span in of_shard})
             if self._holds(shard.offset, read.size_bytes):
-                pieces += [(index, start) for start in starts]
+                spans += [(index, span) for span in of_shard]
             else:
                 failed[index] = Reason.INTERNAL
 
-        def copy(index: int, start: int) -> None:
+        def copy(index: int, starts: range) -> None:
             shard = shards[index]
-            read = shard.read
-            stop = min(start + self._piece_bytes, read.size_bytes)
-            at = shard.offset
-            if shard.checksums is not None and (
-                piece_checksum(self._mapping.view[at + start : at + stop])
-                != shard.checksums[start // self._piece_bytes]
-            ):
-                failed[index] = Reason.CHECKSUM
-                return
-            wanted = max(start, read.start)
-            read.sink.scatter(wanted, min(stop, read.stop), self._mapping.address + at + wanted)
-            missing[index].discard(start)
+            read, at, checksums = shard.read, shard.offset, shard.checksums
+            if checksums is not None:
+                for start in starts:
+                    stop = min(start + self._piece_bytes, read.size_bytes)
+                    found = piece_checksum(self._mapping.view[at + start : at + stop])
+                    if found != checksums[start // self._piece_bytes]:
+                        failed[index] = Reason.CHECKSUM
+                        return
+            wanted = max(starts.start, read.start)
+            read.sink.scatter(
+                wanted, min(starts.stop, read.stop), self._mapping.address + at + wanted
+            )
+            missing[index].discard(starts.start)
 
-        if not self._copy_all(pieces, copy, failed, watch):
+        if not self._copy_all(spans, copy, failed, watch):
             return [Reason.AGENT_DOWN] * len(shards)
         return [
-            failed.get(index) or ((watch.stopped or Reason.INTERNAL) if of_shard else Reason.HIT)
-            for index, of_shard in enumerate(missing)
+            failed.get(index) or ((watch.stopped or Reason.INTERNAL) if left else Reason.HIT)
+            for index, left in enumerate(missing)
         ]
 
     def retire(self) -> None:
@@ -225,29 +244,38 @@ class SharedMemoryPlane:
         self._mapping.retire()
         self._spare.stop()
 
+    def _spans(self, starts: range) -> list[range]:
+        """The pieces that begin at `starts`, cut into runs that are copied at once: none is shorter than a span, unless
+        all together are. A run ends where the next one begins; the last may end beyond what is wanted."""
+        count = max(1, len(starts) // self._pieces_per_span) if starts else 0
+        cuts = [starts.start + len(starts) * i // count * starts.step for i in range(count)]
+        stops = [*cuts[1:], starts.start + len(starts) * starts.step]
+        return [range(a, b, starts.step) for a, b in zip(cuts, stops, strict=False)]
+
     def _copy_all(
         self,
-        pieces: list[tuple[int, int]],
-        copy: Callable[[int, int], None],
+        spans: list[tuple[int, range]],
+        copy: Callable[[int, range], None],
         failed: dict[int, Reason],
         watch: Watch,
     ) -> bool:
-        """Call `copy(shard, start)` for the pieces, here and in the spare thread, until the watch stops it.
+        """Call `copy(shard, starts of pieces)` for the spans, here and in the spare thread, until the watch stops it.
 
         Shards in `failed` are passed over, and one whose copy raises is added. False when the mapping is gone.
         """
         if not self._mapping.enter():
             return False
-        left = iter(pieces)  # of a list, so that two threads may share it
+        left = iter(spans)  # of a list, so that two threads may share it
+        num_pieces = sum(len(starts) for _, starts in spans)
 
         def work(may_go_on: Callable[[], bool]) -> None:
-            for index, start in left:
+            for index, starts in left:
                 if not may_go_on():
                     return
                 if index in failed:
                     continue
                 try:
-                    copy(index, start)
+                    copy(index, starts)
                 except Exception:  # noqa: BLE001 - the caller's source or sink may raise anything
                     failed[index] = Reason.INTERNAL
                     _log.exception(
@@ -255,7 +283,7 @@ class SharedMemoryPlane:
                     )
 
         try:
-            if len(pieces) < MIN_SHARED_PIECES:
+            if num_pieces < MIN_SHARED_PIECES or len(spans) == 1:
                 work(watch.may_go_on)
             else:
                 self._spare.share(lambda: work(watch.may_go_on), lambda: work(watch.has_time))

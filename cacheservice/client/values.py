@@ -174,6 +174,36 @@ class PageSink(Protocol):
         """
 
 
+class MappedArena(Protocol):
+    """The agent's arena as it lies in this process; it goes when the session does, after the last use."""
+
+    address: int
+    num_bytes: int
+
+    def enter(self) -> bool:
+        """Start a use of the memory; False when it is going: do not touch it then."""
+
+    def leave(self) -> None:
+        """End a use that `enter` began."""
+
+
+class ArenaUser(Protocol):
+    """Whoever copies between the arena and memory of another kind, a GPU's, and prepares the arena for that."""
+
+    span_bytes: int
+    """How many bytes one gather or scatter should move at least, of shards that have so many; 0 = piece by piece."""
+
+    def arena_mapped(self, arena: MappedArena) -> None:
+        """Memory to copy from and to; it may differ from session to session, and two may be there for a while.
+
+        Called before the session's first copy, in the thread that keeps the session: what takes time belongs on another
+        thread, in slices between `enter` and `leave`.
+        """
+
+    def arena_unmapping(self, arena: MappedArena) -> None:
+        """Nobody uses this memory any more, and it is unmapped when this returns. Called in any thread."""
+
+
 @dataclass(frozen=True, slots=True)
 class ShardWrite:
     """One shard to store."""

@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from cacheservice.client import (
     AgentTarget,
+    ArenaUser,
     CacheClient,
     ClientIdentity,
     Deadlines,
@@ -216,7 +217,9 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
             self._facts = refused_rank(str(error), tp_rank=tp_rank, pp_rank=pp_rank)
             return
         parallel = self._vllm_config.parallel_config
-        client = build_client(self._config, Half.WORKER, rank=parallel.rank)
+        client = build_client(
+            self._config, Half.WORKER, rank=parallel.rank, arena_user=copier.arena_user
+        )
         self._worker = WorkerHalf(
             self._config, client, pages, facts, copier, tensor_parallel_size=parallel.tensor_parallel_size
         )  # fmt: skip
@@ -319,7 +322,9 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
 
-def build_client(config: ConnectorConfig, half: Half, *, rank: int) -> CacheClient:
+def build_client(
+    config: ConnectorConfig, half: Half, *, rank: int, arena_user: ArenaUser | None = None
+) -> CacheClient:
     """The client of one half. It opens nothing before `start`."""
     import vllm
 
@@ -350,6 +355,7 @@ def build_client(config: ConnectorConfig, half: Half, *, rank: int) -> CacheClie
         ),
         data_plane="none" if half is Half.SCHEDULER else "auto",
         checksums="always" if config.checksums == "always" else "remote",
+        arena_user=arena_user,
     )
 
 

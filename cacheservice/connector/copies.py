@@ -4,7 +4,8 @@ The worker half takes a fence where vLLM calls it and asks for the runs of a sha
 scatters into them on threads of ours. Whoever implements this sees to it that a gather reads what the fence's compute
 wrote, and that a scatter has reached the pages when it returns.
 
-Called by: worker.py (fences), shards.py (runs), the client's data planes (gather and scatter).
+Called by: connector.py (copier_for), worker.py (fences), shards.py (runs), the client's data planes (gather and
+scatter). The other implementation is cuda_copies.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from cacheservice.client.values import ArenaUser
 from cacheservice.connector.pages import ShardLayout
 from cacheservice.errors import UncacheableError
 
@@ -41,6 +43,10 @@ class Copier(Protocol):
     ) -> ShardRuns:
         """The runs of `blocks`, which hold the shard's bytes from `first_byte` on; not touched before `after`."""
 
+    @property
+    def arena_user(self) -> ArenaUser | None:
+        """Who wants to know where the client maps the agent's arena; None = nobody."""
+
     def close(self) -> None:
         """No copy is in flight any more, and none will come: give everything back."""
 
@@ -59,6 +65,11 @@ class CpuCopier:
         del after
         return PageRuns(layout, blocks, first_byte=first_byte)
 
+    @property
+    def arena_user(self) -> ArenaUser | None:
+        """See Copier."""
+        return None
+
     def close(self) -> None:
         """See Copier."""
 
@@ -66,12 +77,16 @@ class CpuCopier:
 def copier_for(kv_caches: Mapping[str, Any]) -> Copier:
     """The copier for the memory that these views are in. Raises UncacheableError when there is none."""
     devices = {view.device.type for view in kv_caches.values()}
-    if devices != {"cpu"}:
-        raise UncacheableError(
-            f"the KV cache is on {', '.join(sorted(devices))}, and this version copies pages in CPU memory only: run "
-            "the engine on CPU, or start it without --kv-transfer-config"
-        )
-    return CpuCopier()
+    if devices == {"cpu"}:
+        return CpuCopier()
+    if devices == {"cuda"}:
+        from cacheservice.connector.cuda_device import cuda_copier
+
+        return cuda_copier(list(kv_caches.values()))
+    raise UncacheableError(
+        f"the KV cache is on device {', '.join(sorted(devices))}, and pages are copied from CPU and CUDA memory only: "
+        "run the engine on one of these, or start it without --kv-transfer-config"
+    )
 
 
 class PageRuns:

@@ -56,11 +56,6 @@ def group_pages(
     is_head_major = True
     for name, view in layers:
         item = view.element_size()
-        if view.device.type != "cpu":  # a copy through this address would end the process
-            raise UncacheableError(
-                f"layer {name}: the KV cache is on device {view.device}, and this version copies pages in CPU memory "
-                "only: run the engine on CPU, or start it without --kv-transfer-config"
-            )
         if view.dim() != 4 or view.shape[0] % num_blocks:
             raise UncacheableError(
                 f"layer {name}: the KV cache has shape {tuple(view.shape)}, expected [blocks, heads, tokens, content]"
@@ -107,7 +102,7 @@ class _Run:
 class ShardLayout:
     """Runs of one block of one shard, ready to be walked: which bytes of the shard are where, relative to a block."""
 
-    __slots__ = ("block_bytes", "runs", "starts")
+    __slots__ = ("__weakref__", "block_bytes", "runs", "starts")
 
     def __init__(self, pages: GroupPages, *, first_head: int, num_heads: int) -> None:
         """Cover heads [first_head, first_head + num_heads) of this rank's own. Raises UncacheableError when not
