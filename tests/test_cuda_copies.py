@@ -7,6 +7,7 @@ comparison runs in test_cuda_gpu.py.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import random
 import threading
@@ -15,19 +16,37 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import engines  # noqa: F401 - sets vLLM's environment
 import pytest
 import torch
-from gpu_fake import FakeGpu, GpuFailure
+from agent_process import AgentProcess, a_namespace, local_agent, target_of
+from gpu_fake import ENGINE, FakeGpu, GpuFailure, is_mapped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cacheservice.connector.cuda_copies as module
+from cacheservice.client import (
+    CacheClient,
+    ClientIdentity,
+    Deadlines,
+    Role,
+    ShardRead,
+    ShardWrite,
+)
+from cacheservice.client.shared_memory import SharedMemoryPlane
+from cacheservice.connector import cuda_device
 from cacheservice.connector.copies import CpuCopier
-from cacheservice.connector.cuda_copies import CopyFailed, CudaCopier, Staging
+from cacheservice.connector.cuda_copies import KIB, MIB, CopyFailed, CudaCopier, Staging
 from cacheservice.connector.pages import ShardLayout, group_pages
+from cacheservice.core.keys import ChunkKey
+from cacheservice.core.outcomes import Reason
+from cacheservice.errors import UncacheableError
+
+ROOT = Path(__file__).parent.parent
 
 SMALL = Staging(num_lanes=3, slab_bytes=512, bounce_bytes=128, max_rows=24)
 """Several transfers for some hundred bytes."""
@@ -292,3 +311,440 @@ def test_a_load_writes_after_the_engine_let_go_of_the_blocks_and_nowhere_else(
     gpu.finish()
     assert torch.equal(pages, wanted)
     assert torch.equal(read_by_engine, before)
+
+
+def plain(num_blocks: int = 6, layers: int = 2, page_bytes: int = 4096) -> Shape:
+    """`layers` pages of `page_bytes` a block."""
+    return Shape(
+        contents=(page_bytes,) * layers, num_blocks=num_blocks, heads=1, tokens=1, kernel_blocks=1, padding=0,
+        offset=0, dtype=torch.uint8, blocks_outermost=False, shards=1,
+    )  # fmt: skip
+
+
+def test_part_of_a_shard_that_lies_in_no_block_of_the_copy_is_refused():
+    shape = plain()
+    pages = shape.room()
+    copier = CudaCopier(FakeGpu(shape.views(pages)), SMALL)
+    layout = shape.layouts(pages)[0]
+    host = ctypes.create_string_buffer(4 * layout.block_bytes)
+    runs = copier.runs(layout, [4, 2], after=copier.fence(), first_byte=layout.block_bytes)
+    with pytest.raises(IndexError):
+        runs.gather(0, 10, ctypes.addressof(host))
+    with pytest.raises(IndexError):
+        runs.scatter(layout.block_bytes, 4 * layout.block_bytes, ctypes.addressof(host))
+
+
+@pytest.mark.parametrize("block", [-1, 6])
+def test_block_that_the_pages_do_not_have_is_refused_before_the_gpu_sees_it(block):
+    shape = plain(num_blocks=6)
+    pages = shape.room()
+    copier = CudaCopier(FakeGpu(shape.views(pages)), SMALL)
+    with pytest.raises(IndexError, match="block"):
+        copier.runs(shape.layouts(pages)[0], [1, block], after=copier.fence())
+
+
+class Copy:
+    """One copy of several transfers, with a GPU that fails at the calls that the test names."""
+
+    def __init__(self, *, direct: bool, load: bool) -> None:
+        self.pages = plain().room()
+        self.gpu = FakeGpu(plain().views(self.pages))
+        self.copier = CudaCopier(self.gpu, SMALL)
+        self.layout = plain().layouts(self.pages)[0]
+        self.host = ctypes.create_string_buffer(random.Random(1).randbytes(1000), 1000)
+        self.load = load
+        if direct:
+            registered(self.copier, self.gpu, ctypes.addressof(self.host), len(self.host))
+
+    def run(self, fails: Callable[[str], bool]) -> None:
+        """Raises what the copier raises."""
+        runs = self.copier.runs(self.layout, [3, 1], after=self.copier.fence())
+        self.gpu.fails = fails
+        try:
+            (runs.scatter if self.load else runs.gather)(0, 1000, ctypes.addressof(self.host))
+        finally:
+            self.gpu.fails = lambda kind: False
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("load", [True, False])
+def test_an_error_at_any_call_fails_the_copy_and_leaves_nothing_to_be_written_later(direct, load):
+    kinds: list[str] = []
+    Copy(direct=direct, load=load).run(lambda kind: bool(kinds.append(kind)))
+    assert len(kinds) > 8
+    for number in range(len(kinds)):
+        calls = itertools.count()
+        copy = Copy(direct=direct, load=load)
+        with pytest.raises(GpuFailure):
+            copy.run(lambda kind, calls=calls, number=number: next(calls) == number)
+        assert not copy.gpu.unfinished(), f"after {kinds[number]} failed"
+        copy.run(lambda kind: False)  # the next one is well again
+        there = ctypes.create_string_buffer(1000)
+        CpuCopier().runs(copy.layout, [3, 1], after=None).gather(0, 1000, ctypes.addressof(there))
+        assert there.raw == copy.host.raw
+
+
+def test_after_an_error_that_stays_every_copy_fails_at_once(caplog):
+    copy = Copy(direct=False, load=True)
+    with pytest.raises(GpuFailure):
+        copy.run(lambda kind: kind in ("scatter", "drain"))
+    num_queued = len(copy.gpu.log)
+    for _ in range(2 * SMALL.num_lanes):
+        with pytest.raises(CopyFailed, match="before"):
+            copy.run(lambda kind: False)
+    assert not [o for o in copy.gpu.log[num_queued:] if o.stream != ENGINE]
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert len(said) == 1
+    assert "the engine computes instead" in said[0]
+
+
+def test_engine_whose_stream_takes_no_event_is_not_disturbed(caplog):
+    copy = Copy(direct=False, load=False)
+    copy.gpu.fails = lambda kind: kind == "record"
+    for _ in range(3):
+        assert copy.copier.fence().event is None
+    with pytest.raises(CopyFailed, match="could not be waited for"):
+        copy.run(lambda kind: False)
+    copy.run(lambda kind: False)
+    assert len([r for r in caplog.records if r.levelno == logging.ERROR]) == 1
+
+
+def test_nothing_is_registered_before_the_engine_serves():
+    """vLLM captures CUDA graphs while it starts; another thread's call could spoil that."""
+    gpu = FakeGpu(plain().views(plain().room()))
+    copier = CudaCopier(gpu, SMALL)
+    host = ctypes.create_string_buffer(256)
+    arena = Arena(ctypes.addressof(host), 256)
+    started = threading.active_count()
+    copier.arena_mapped(arena)
+    assert threading.active_count() == started
+    assert not gpu.registered
+    copier.fence()
+    wait_for(lambda: gpu.registered == {arena.address: 256})
+    copier.arena_unmapping(arena)
+    assert not gpu.registered
+
+
+def test_arena_that_cuda_refuses_is_copied_through_pinned_memory_with_one_warning(caplog):
+    shape = plain()
+    pages = shape.room()
+    gpu = FakeGpu(shape.views(pages), fails=lambda kind: kind == "register")
+    copier = CudaCopier(gpu, SMALL)
+    hosts = [ctypes.create_string_buffer(2000) for _ in range(3)]
+    for host in hosts:
+        arena = Arena(ctypes.addressof(host), len(host))
+        copier.arena_mapped(arena)
+    after = copier.fence()
+    wait_for(lambda: not any(t.name == "larder-register" for t in threading.enumerate()))
+    layout = shape.layouts(pages)[0]
+    for host in hosts:
+        copier.runs(layout, [5], after=after).gather(100, 1900, ctypes.addressof(host) + 100)
+        there = ctypes.create_string_buffer(2000)
+        CpuCopier().runs(layout, [5], after=None).gather(0, 2000, ctypes.addressof(there))
+        assert host.raw[100:1900] == there.raw[100:1900]
+    assert max(o.num_bytes for o in gpu.transfers()) <= SMALL.bounce_bytes
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warned) == 1
+    assert "registered 0 of" in warned[0]
+
+
+def test_staging_memory_is_what_the_docs_say():
+    gpu = FakeGpu(plain().views(plain().room()))
+    CudaCopier(gpu)
+    staging = Staging()
+    assert (gpu.device_bytes, gpu.pinned_bytes) == (staging.device_bytes, staging.host_bytes)
+    text = (ROOT / "docs" / "decisions" / "0006-cuda-copies.md").read_text()
+    assert f"{staging.device_bytes // MIB} MiB on the GPU" in text
+    assert f"{staging.host_bytes // MIB} MiB of pinned memory" in text
+
+
+@given(
+    num_pieces=st.integers(0, 40),
+    first=st.integers(0, 3),
+    per_span=st.integers(1, 6),
+)
+def test_spans_cover_every_piece_once_and_are_long_enough(num_pieces, first, per_span):
+    plane = SharedMemoryPlane(Mock(), 10, span_bytes=per_span * 10 - 5)
+    starts = range(first * 10, (first + num_pieces) * 10, 10)
+    spans = plane._spans(starts)
+    assert [start for span in spans for start in span] == list(starts)
+    assert all(len(span) >= min(per_span, num_pieces) for span in spans)
+    assert all(len(span) < 2 * per_span for span in spans)
+    assert all(span.stop == following.start for span, following in pairwise(spans))
+
+
+@dataclass
+class Node:
+    """An agent, a client of it, and pages on a GPU that both the client's calls and the test can name."""
+
+    gpu: FakeGpu
+    copier: CudaCopier
+    client: CacheClient
+    pages: Any
+    layout: ShardLayout
+    spec: Any
+
+    def store(self, key: bytes, blocks: Sequence[int], size: int) -> None:
+        source = self.copier.runs(self.layout, blocks, after=self.copier.fence())
+        write = ShardWrite(ChunkKey(key), None, 0, 0, 0, size, source)
+        assert self.client.store(self.spec.digest, [write])[0].reason is Reason.HIT
+
+    def retrieve(self, key: bytes, blocks: Sequence[int], size: int, start: int, stop: int) -> None:
+        first = start // self.layout.block_bytes * self.layout.block_bytes
+        sink = self.copier.runs(self.layout, blocks, after=self.copier.fence(), first_byte=first)
+        read = ShardRead(ChunkKey(key), 0, 0, size, start, stop, sink)
+        assert self.client.retrieve(self.spec.digest, [read])[0].reason is Reason.HIT
+
+    def bytes_of(self, blocks: Sequence[int]) -> bytes:
+        held = ctypes.create_string_buffer(len(blocks) * self.layout.block_bytes)
+        CpuCopier().runs(self.layout, blocks, after=None).gather(
+            0, len(held), ctypes.addressof(held)
+        )
+        return held.raw
+
+
+NODE_BLOCKS, NODE_PAGE = 80, 192 * 1024
+SHARD_BLOCKS = 33
+"""33 blocks of 384 KiB: 12.4 MiB, whose last piece is 384 KiB."""
+
+
+@contextmanager
+def a_node(agent: Any, plane: str, mood: Any = "late") -> Iterator[Node]:
+    shape = plain(num_blocks=NODE_BLOCKS, layers=2, page_bytes=NODE_PAGE)
+    pages = shape.room()
+    layout = shape.layouts(pages)[0]
+    gpu = FakeGpu(shape.views(pages), mood=mood)
+    copier = CudaCopier(gpu)
+    spec = a_namespace(shard_bytes=(SHARD_BLOCKS * layout.block_bytes,))
+    client = CacheClient(
+        target_of(agent), ClientIdentity(Role.TOOL), data_plane=plane, arena_user=copier,
+        deadlines=Deadlines(acquire_s=30, reserve_s=30, commit_s=30, load_s=60),
+    )  # fmt: skip
+    client.open_namespace(spec)
+    client.start()
+    try:
+        assert client.wait_connected(30)
+        yield Node(gpu, copier, client, pages, layout, spec)
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize("plane", ["shared_memory", "stream"])
+@pytest.mark.parametrize("mood", ["late", "random"])
+def test_shards_go_through_a_real_agent_and_come_back_as_they_were(plane, mood):
+    rng = random.Random(5)
+    size = SHARD_BLOCKS * 2 * NODE_PAGE
+    with local_agent(cpu="64Mi") as agent, a_node(agent, plane, mood) as node:
+        if plane == "shared_memory":
+            node.copier.fence()
+            wait_for(lambda: sum(node.gpu.registered.values()) == 64 * MIB)
+        blocks = rng.sample(range(NODE_BLOCKS), SHARD_BLOCKS)
+        content = node.bytes_of(blocks)
+        node.store(b"k" * 32, blocks, size)
+        node.gpu.engine(node.pages.zero_)
+        others = rng.sample(range(NODE_BLOCKS), SHARD_BLOCKS)
+        node.retrieve(b"k" * 32, others, size, 0, size)
+        assert node.bytes_of(others) == content
+        # From the middle on: the first piece is verified whole and copied in part.
+        node.gpu.engine(lambda: node.pages.fill_(7))
+        node.retrieve(b"k" * 32, others[5:], size, 5 * node.layout.block_bytes, size)
+        assert node.bytes_of(others[5:]) == content[5 * node.layout.block_bytes :]
+        assert node.bytes_of(others[:5]) == b"\x07" * (5 * node.layout.block_bytes)
+        lengths = [o.num_bytes for o in node.gpu.transfers()]
+        assert sum(lengths) == 3 * size - 5 * node.layout.block_bytes
+        if plane == "shared_memory":
+            assert min(lengths) >= 256 * KIB
+            assert len(lengths) <= 9
+        assert node.client.state().data_plane == plane
+
+
+def test_arena_is_unregistered_before_it_is_unmapped(caplog):
+    """The fake GPU looks into the kernel's list of mappings when it is told to forget one."""
+    with local_agent(cpu="16Mi") as agent, a_node(agent, "shared_memory") as node:
+        node.copier.fence()
+        wait_for(lambda: sum(node.gpu.registered.values()) == 16 * MIB)
+        address = next(iter(node.gpu.registered))
+        assert is_mapped(address, 16 * MIB)
+        node.client.close()
+        wait_for(lambda: not is_mapped(address, 16 * MIB))
+        assert not node.gpu.registered
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+def test_an_agent_that_comes_back_is_registered_again_and_the_old_arena_forgotten():
+    with AgentProcess(cpu="16Mi") as agent:
+        shape = plain()
+        pages = shape.room()
+        gpu = FakeGpu(shape.views(pages))
+        copier = CudaCopier(gpu, SMALL)
+        copier.fence()
+        client = CacheClient(agent.target, ClientIdentity(Role.TOOL), arena_user=copier)
+        client.start()
+        try:
+            for _ in range(2):
+                assert client.wait_connected(30)
+                wait_for(lambda: sum(gpu.registered.values()) == 16 * MIB)
+                agent.kill()
+                wait_for(lambda: not client.state().connected and not gpu.registered)
+                agent.start()
+        finally:
+            client.close()
+
+
+def test_user_of_the_arena_that_raises_disturbs_nothing(caplog):
+    class Broken:
+        span_bytes = 0
+
+        def arena_mapped(self, arena: Any) -> None:
+            raise RuntimeError("mapped")
+
+        def arena_unmapping(self, arena: Any) -> None:
+            raise RuntimeError("unmapping")
+
+    with local_agent() as agent:
+        client = CacheClient(
+            target_of(agent), ClientIdentity(Role.TOOL), data_plane="shared_memory", arena_user=Broken()
+        )  # fmt: skip
+        client.start()
+        try:
+            assert client.wait_connected(30)
+        finally:
+            client.close()
+        wait_for(lambda: "failed to let go" in caplog.text)
+    assert "failed to prepare" in caplog.text
+
+
+class TorchWithoutGpu:
+    """torch whose `cuda` notes its calls; memory is the CPU's and every operation is done when it returns."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.cuda = self
+        self.current = threading.local()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *shape: int, pin_memory: bool = False, **options: Any) -> Any:
+        return torch.empty(*shape, **options)
+
+    def Event(self, *, blocking: bool = False) -> Any:
+        outer = self
+
+        class Event:
+            def record(self, stream: str) -> None:
+                outer.calls.append(("record", str(stream)))
+
+            def synchronize(self) -> None:
+                assert blocking, "spins, or waits for the engine's event"
+                outer.calls.append(("wait for event", None))
+
+        return Event()
+
+    def Stream(self, device: Any, priority: int) -> Any:
+        outer, name = self, f"stream {sum(c[0] == 'stream' for c in self.calls)}"
+        self.calls.append(("stream", priority))
+
+        class Stream:
+            def __str__(self) -> str:
+                return name
+
+            def wait_stream(self, other: Any) -> None:
+                outer.calls.append(("wait_stream", str(other)))
+
+            def wait_event(self, event: Any) -> None:
+                outer.calls.append(("wait_event", event))
+
+            def synchronize(self) -> None:
+                outer.calls.append(("drain", name))
+
+        return Stream()
+
+    def current_stream(self, device: Any) -> str:
+        return "the engine's"
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        self.calls.append(("enter", str(stream)))
+        yield
+
+    def synchronize(self) -> None:
+        raise AssertionError("synchronises the device")
+
+    def set_device(self, device: Any) -> None:
+        self.calls.append(("set_device", threading.get_ident()))
+
+    def cudart(self) -> Any:
+        def call(name: str, answer: int) -> Any:
+            return lambda *arguments: self.calls.append((name, arguments)) or answer
+
+        return Mock(
+            cudaHostRegister=call("register", 0), cudaHostUnregister=call("unregister", 711)
+        )
+
+    def check_error(self, code: int) -> None:
+        if code:
+            raise RuntimeError(f"CUDA error: {code}")
+
+
+def test_torch_is_called_for_streams_of_our_own_alone(monkeypatch, caplog):
+    """The code that needs a GPU, with a torch that does the same on CPU tensors: names, arguments, threads, bytes."""
+    fake = TorchWithoutGpu()
+    monkeypatch.setattr(cuda_device, "torch", fake)
+    shape = plain()
+    pages = shape.room()
+    wanted = pages.clone()
+    copier = cuda_device.cuda_copier(shape.views(pages))
+    assert [c for c in fake.calls if c[0] == "stream"] == [("stream", 0)] * 8
+    assert fake.calls.count(("wait_stream", "the engine's")) == 8
+    host = ctypes.create_string_buffer(random.Random(2).randbytes(16_000), 16_000)
+    arena = Arena(ctypes.addressof(host), 8192)
+    copier.arena_mapped(arena)
+    starting, fake.calls = fake.calls, []
+    after = copier.fence()
+    wait_for(lambda: copier._arenas.reach(arena.address) == 8192)
+    layout, target = shape.layouts(pages)[0], shape.layouts(wanted)[0]
+    in_threads(
+        [
+            lambda: copier.runs(layout, [2, 4], after=after).scatter(
+                0, 16_000, ctypes.addressof(host)
+            )
+        ]
+    )
+    CpuCopier().runs(target, [2, 4], after=None).scatter(0, 16_000, ctypes.addressof(host))
+    assert torch.equal(pages, wanted)
+    back = ctypes.create_string_buffer(16_000)
+    in_threads(
+        [lambda: copier.runs(layout, [2, 4], after=after).gather(0, 16_000, ctypes.addressof(back))]
+    )
+    assert back.raw == host.raw
+    named = [c[0] for c in fake.calls]
+    assert [c for c in fake.calls if c[1] == "the engine's"] == [("record", "the engine's")]
+    assert ("register", (arena.address, 8192, 3)) in fake.calls
+    assert [c for c in fake.calls if c[0] == "wait_event"] == [("wait_event", after.event)] * 2
+    assert named.count("wait for event") == named.count("record") - 1 > 2
+    assert (
+        named.count("set_device") == 3
+    )  # the registering thread and two that copied; not the engine's
+    assert ("set_device", threading.get_ident()) not in starting + fake.calls
+    assert "drain" not in named
+    copier.arena_unmapping(arena)
+    assert ("unregister", (arena.address,)) in fake.calls
+    assert "could not be unregistered: CUDA error: 711" in caplog.text
+
+
+def test_pages_in_several_allocations_are_refused():
+    with pytest.raises(UncacheableError, match="2 allocations"):
+        cuda_device.cuda_copier([torch.zeros(4), torch.zeros(4)])
+
+
+def test_gpu_without_room_for_staging_memory_is_refused_in_words(monkeypatch):
+    fake = TorchWithoutGpu()
+
+    def full(*shape: int, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(fake, "empty", full)
+    monkeypatch.setattr(cuda_device, "torch", fake)
+    with pytest.raises(UncacheableError, match=r"out of memory.* 65 MiB on the GPU .* lower --gpu"):
+        cuda_device.cuda_copier(plain().views(plain().room()))

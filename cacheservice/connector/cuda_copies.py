@@ -322,15 +322,28 @@ class CudaCopier:
 def _warm_up(lane: Lane) -> None:
     """Load the kernels now: CUDA loads them when they are first used, and may stop the device for that.
 
-    Writes the first eight bytes of the pages with themselves, while the engine starts.
+    Writes the first eight bytes of the pages with themselves, while the engine starts. On a thread of its own, since
+    a lane changes its thread's CUDA settings; raises what came up there.
     """
-    with lane:
-        lane.rows[0][0] = 0
-        lane.take_rows(0, 1)
-        lane.gather(1, 8)
-        lane.scatter(1, 8)
-        lane.mark(0)
-        lane.wait(0)
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            with lane:
+                lane.rows[0][0] = 0
+                lane.take_rows(0, 1)
+                lane.gather(1, 8)
+                lane.scatter(1, 8)
+                lane.mark(0)
+                lane.wait(0)
+        except Exception as failure:  # noqa: BLE001 - raised below, in the thread that asked
+            failures.append(failure)
+
+    thread = threading.Thread(target=run, name="larder-warm-up")
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
 
 
 class CudaRuns:
