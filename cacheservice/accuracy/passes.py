@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
-from cacheservice.accuracy.completions import Reply
+from cacheservice.accuracy.completions import Choice, Reply
 from cacheservice.accuracy.endpoint import (
     Endpoint,
     EndpointError,
@@ -76,6 +76,11 @@ class Answered:
     def counts(self) -> bool:
         """Whether the controls agree."""
         return all_agree([reply.choice for reply in self._controls])
+
+    @property
+    def control(self) -> Choice:
+        """What the answers are compared with first."""
+        return self._controls[0].choice
 
     @property
     def verdicts(self) -> Mapping[Pass, Verdict]:

@@ -97,6 +97,27 @@ class AccuracyReport:
         """Questions on which the controls agree, as far as is known."""
         return sum(answered.counts for answered in self.outcome.answered)
 
+    @property
+    def largest_shift(self) -> float | None:
+        """How far the lead of an equal answer moved from its control, at most; None without log-probabilities."""
+        shifts = [
+            abs(reply.choice.gap - control.gap)
+            for answered in self.outcome.answered
+            for name, reply in answered.replies.items()
+            if not name.is_control
+            for control in [answered.control]
+            if reply.choice.said == control.said
+            if reply.choice.gap is not None and control.gap is not None
+        ]
+        return max(shifts, default=None)
+
+    @property
+    def num_without_letter(self) -> int:
+        """Questions whose cold answer is no letter."""
+        return sum(
+            answered.replies[Pass.COLD].choice.letter is None for answered in self.outcome.answered
+        )
+
     def tokens(self, name: Pass) -> PassTokens:
         """The prompt tokens of one pass. Engines report cached tokens for all requests or for none."""
         replies = [answered.replies[name] for answered in self.outcome.answered]
@@ -128,6 +149,8 @@ class AccuracyReport:
             "num_questions": len(self.outcome.answered),
             "num_different": len(self.different),
             "num_ties": len(self.ties),
+            "num_without_letter": self.num_without_letter,
+            "largest_shift": self.largest_shift,
             "larder_tokens": self.outcome.larder_tokens,
             "passes": {str(name): _pass_json(self, name) for name in self.outcome.passes},
             "subjects": [_row_json(row) for row in self.subjects()],
@@ -172,7 +195,12 @@ def print_report(report: AccuracyReport, console: Console) -> None:
 
 def summary(report: AccuracyReport) -> list[str]:
     """What it means, in sentences; the verdict is the last."""
-    return [*_cached_lines(report), *_tie_lines(report), _verdict(report)]
+    return [
+        *_cached_lines(report),
+        *_answer_lines(report),
+        *_tie_lines(report),
+        _verdict(report),
+    ]
 
 
 def _cached_lines(report: AccuracyReport) -> list[str]:
@@ -190,7 +218,7 @@ def _cached_lines(report: AccuracyReport) -> list[str]:
         )
     if report.outcome.larder_tokens is not None:
         lines.append(
-            f"Larder gave {report.outcome.larder_tokens:,} tokens, by the engine's own count."
+            f"Larder gave the engine {report.outcome.larder_tokens:,} tokens meanwhile, by the engine's own count."
         )
     elif warm.cached != 0:
         lines.append(
@@ -208,6 +236,21 @@ def _cached_lines(report: AccuracyReport) -> list[str]:
         lines.append(
             "The control took nothing from its own prefix cache, so it can't show what rounding alone changes: start "
             "it without --no-enable-prefix-caching."
+        )
+    return lines
+
+
+def _answer_lines(report: AccuracyReport) -> list[str]:
+    lines = []
+    if report.num_without_letter:
+        lines.append(
+            f"{report.num_without_letter} of {len(report.outcome.answered)} cold answers are no letter; they count as "
+            "wrong, and are compared by the token that was said."
+        )
+    if report.largest_shift is not None:
+        lines.append(
+            "The lead of an answer over the next best one, in log-probability, moved by at most "
+            f"{report.largest_shift:.4f}."
         )
     return lines
 
