@@ -199,6 +199,24 @@ def test_hits_of_the_engines_own_prefix_cache_alone_are_no_success(run: Run) -> 
     assert "--reset-prefix-cache" in ran.out
 
 
+def test_an_engine_without_larder_and_a_router_without_counts_are_told_apart(run: Run) -> None:
+    class Page(ScriptedEngine):
+        page = ""
+
+        def answer(self, method: str, path: str, *rest: Any) -> tuple[int, Any]:
+            return (200, self.page) if path == "/metrics" else super().answer(method, path, *rest)
+
+    with serving(Page(right)) as engine:
+        engine.page = "vllm:prompt_tokens_total 5\n"
+        plain = run("--url", engine.url)
+        engine.page = "router_requests_total 5\n"
+        router = run("--url", engine.url)
+    assert plain.code == 1
+    assert "nothing from Larder" in plain.out
+    assert router.code == 0
+    assert "How much of it Larder gave is not known" in router.out
+
+
 def test_an_engine_that_reports_no_cached_tokens_is_told_how_to(run: Run) -> None:
     with serving(ScriptedEngine(right, reports_cached=False)) as engine:
         counted = run("--url", engine.url)

@@ -8,12 +8,20 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import tiny_llama
+
+from cacheservice.local.engines import EngineRole, EngineSite, engine_command
+from cacheservice.local.http_client import answers_ok
+from cacheservice.local.ports import HOST, choose_ports
+from cacheservice.manifest import parse_manifest
 
 ROOT = Path(__file__).resolve().parents[1]
 CLI = [sys.executable, "-m", "cacheservice.cli.main"]
@@ -41,54 +49,97 @@ def bench(url: str, *arguments: str, cwd: Path) -> tuple[int, dict[str, Any]]:
     return done.returncode, found
 
 
+def first_line(process: subprocess.Popen[str], log: Path) -> str:
+    """What `larder up --json` prints when all is ready; the process is ended when that takes too long."""
+    assert process.stdout is not None
+    watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
+    watchdog.start()
+    try:
+        line = process.stdout.readline()
+    finally:
+        watchdog.cancel()
+    assert line, log.read_text()
+    return line
+
+
+@contextmanager
+def control_engine(env: Mapping[str, str], log: Path) -> Iterator[str]:
+    """An engine without Larder, as the manifest has it; its address. It may not be ready yet."""
+    (port,) = choose_ports(None, 1)
+    site = EngineSite("control", EngineRole.BOTH, HOST, port, str(tiny_llama()), num_threads=1)
+    command = engine_command(parse_manifest(MANIFEST, source="test"), site, python=sys.executable)
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command.argv, env={**env, **command.env}, stdout=output, stderr=output
+        )
+    try:
+        yield f"http://{HOST}:{port}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_ready(url: str, log: Path) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not answers_ok(host, int(port), "/health"):
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.5)
+
+
 @pytest.mark.engine
-@pytest.mark.timeout(600)  # two runs beside the start of an engine
-def test_a_real_engine_answers_alike_from_larder_and_its_own_cache_alone_proves_nothing(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.timeout(900)  # two engines start side by side, and are asked three times
+def test_real_engines_with_and_without_larder_answer_alike(tmp_path: Path) -> None:
     (tmp_path / "kvcache.yaml").write_text(MANIFEST)
     env = {
         name: value for name, value in os.environ.items()
         if not name.startswith("LARDER_") and name not in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")
     }  # fmt: skip
     env["VLLM_SERVER_DEV_MODE"] = "1"  # brings /reset_prefix_cache
+    up_log, control_log = tmp_path / "stderr", tmp_path / "control"
     with (
-        (tmp_path / "stderr").open("w") as stderr,
+        up_log.open("w") as stderr,
         subprocess.Popen(
             [*CLI, "up", "kvcache.yaml", "--model", str(tiny_llama()), "--json"], cwd=tmp_path, env=env,
             stdout=subprocess.PIPE, stderr=stderr, text=True,
         ) as process,
+        control_engine(env, control_log) as control_url,
     ):  # fmt: skip
-        assert process.stdout is not None
-        watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
-        watchdog.start()
         try:
-            line = process.stdout.readline()
-            assert line, (tmp_path / "stderr").read_text()
-            watchdog.cancel()
-            url = json.loads(line)["engines"][0]["url"]
+            url = json.loads(first_line(process, up_log))["engines"][0]["url"]
 
             # Nothing has made the engine forget what it computed, so Larder had nothing to give.
             code, alone = bench(url, cwd=tmp_path)
             assert (code, alone["result"], alone["larder_tokens"]) == (1, "not Larder", 0)
             assert alone["passes"]["warm"]["cached_tokens"] > 0
 
-            code, found = bench(url, "--reset-prefix-cache", cwd=tmp_path)
-            assert (code, found["result"]) == (0, "same")
+            wait_ready(control_url, control_log)
+            code, found = bench(
+                url, "--reset-prefix-cache", "--control-url", control_url, cwd=tmp_path
+            )
+            assert (code, found["result"]) == (0, "same"), found
             assert found["num_questions"] == NUM_QUESTIONS
-            cold, warm = found["passes"]["cold"], found["passes"]["warm"]
-            assert cold["cached_tokens"] == 0
-            # Prompts have 1,300 tokens and more here; at most a chunk of 256 is not whole. Half of all leaves room for
-            # a lookup that misses its deadline on a busy machine.
-            assert warm["cached_tokens"] > warm["prompt_tokens"] / 2
+            assert (found["num_different"], found["num_ties"]) == (0, 0)
+            passes = found["passes"]
+            assert passes["cold"]["cached_tokens"] == passes["control"]["cached_tokens"] == 0
+            # Prompts have 1,300 tokens and more here, of which less than a chunk of 256 can't be cached. Half of all
+            # leaves room for a lookup that misses its deadline on a busy machine.
+            for name in ("warm", "control again"):
+                assert passes[name]["cached_tokens"] > passes[name]["prompt_tokens"] / 2, name
             assert found["larder_tokens"] > 0
-            assert found["num_different"] == 0
             assert found["largest_shift"] < 0.01
+
+            # The engine without Larder as the one to check: that is noticed.
+            code, plain = bench(control_url, cwd=tmp_path)
+            assert (code, plain["result"], plain["larder_tokens"]) == (1, "not Larder", 0)
 
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=60) == 0
         finally:
-            watchdog.cancel()
             process.kill()
 
 

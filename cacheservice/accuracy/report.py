@@ -222,7 +222,7 @@ def _cached_lines(report: AccuracyReport) -> list[str]:
         )
     elif warm.cached != 0:
         lines.append(
-            "How much of it Larder gave is not known: the endpoint has no /metrics with Larder's counts (a router?)."
+            "How much of it Larder gave is not known: the endpoint does not show an engine's /metrics (a router?)."
         )
     if warm.longest_prompt < SMALLEST_CHUNK_TOKENS:
         lines.append(
@@ -297,7 +297,7 @@ def _verdict(report: AccuracyReport) -> str:
         case Result.NOT_LARDER:
             return (
                 "No verdict: everything came from the engine's own prefix cache, nothing from Larder. Give "
-                "--reset-prefix-cache, or start the engine with --no-enable-prefix-caching."
+                "--reset-prefix-cache, or start the engine with --no-enable-prefix-caching. Is it connected to Larder?"
             )
         case Result.UNSTABLE:
             return (
