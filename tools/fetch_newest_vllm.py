@@ -1,8 +1,8 @@
 """Puts the Python source of the newest released vLLM into .cache/vllm-newest, beside .venv and never in it.
 
-Tests lay that folder over the pinned CPU build by PYTHONPATH, to see whether the connector still fits. pip downloads the
-wheel that requirements/vllm-newest.txt pins and checks its hash (336 MB); only the `.py` files are unpacked (60 MB),
-since its kernels need a GPU, and the wheel is removed again. Ends at once when the folder holds that version.
+Tests lay that folder over the pinned CPU build by PYTHONPATH, to see whether the connector still fits. pip downloads
+the wheel that requirements/vllm-newest.txt pins and checks its hash (336 MB); only the `.py` files are unpacked
+(60 MB), since its kernels need a GPU, and the wheel is removed again. Ends at once when the folder holds that version.
 Called by `make vllm-newest`, with the Python of .venv.
 """
 
