@@ -2,8 +2,10 @@
 
 The store, the eviction policies, the index and the checksums are the real ones; threads, sockets and clocks are
 replaced by one event loop. Arenas are real memory with tiny shards, and what a shard must contain is a function of its
-key, so every served byte can be judged. Faults: agents crash and come back, the index is unreachable or erased,
-messages are lost, late or sent twice, engines die anywhere or stop past every time limit and go on writing, bits flip.
+key, so every served byte can be judged. Chunks have groups of three kinds and are mostly there in part: of windows and
+states a document keeps only what its end reads, a state may come later, and from another agent. Faults: agents crash
+and come back, the index is unreachable or erased, messages are lost, late or sent twice, engines die anywhere or stop
+past every time limit and go on writing, bits flip.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from cacheservice.agent.remote_hints import RemoteHints
 from cacheservice.core.eviction import build_policy
 from cacheservice.core.keys import ChunkKey, NamespaceDigest
 from cacheservice.core.layout import GroupShape, NamespaceSpec, build_namespace
@@ -38,13 +41,18 @@ PAGE = 4096
 SPEC: NamespaceSpec = build_namespace(
     {"model": "simulated"},
     tokens_per_chunk=256,
-    groups=[GroupShape("full", 2, PAGE), GroupShape("mla", 1, 2 * PAGE)],
+    groups=[
+        GroupShape("full", 2, PAGE),
+        GroupShape("sliding_window", 1, 2 * PAGE),
+        GroupShape("recurrent", 1, 3 * PAGE),
+    ],
 )
-SHARDS = [(0, 0), (0, 1), (1, 0)]
-ALL_BITS = 0b111
+PAGES, WINDOW, STATE = [(0, 0), (0, 1)], (1, 0), (2, 0)
 LIMITS = StoreLimits(reservation_ttl_s=6.0, lease_ttl_s=3.0, lookup_lease_ttl_s=1.0)
 
 Steps = Generator[float, None, None]
+ShardName = tuple[ChunkKey, int, int]
+"""Chunk, group, shard."""
 
 
 def content(chunk: bytes, group: int, shard: int) -> bytes:
@@ -64,6 +72,15 @@ def chain(document: int, length: int) -> list[ChunkKey]:
             ChunkKey(hashlib.sha256(parent + f"{number < 2}/{owner}/{number}".encode()).digest())
         )
     return keys
+
+
+def parts_read(keys: list[ChunkKey]) -> list[ShardName]:
+    """What a hit at the end of these chunks reads."""
+    return [
+        *((key, *shard) for key in keys for shard in PAGES),
+        (keys[-1], *WINDOW),
+        (keys[-1], *STATE),
+    ]
 
 
 class Crashed(Exception):
@@ -123,7 +140,7 @@ class Agent:
     ) -> None:
         self.world, self.fleet, self.index_store, self.name = world, fleet, index, name
         self.policy = world.rng.choice(["s3fifo", "lru"])
-        self.pages = world.rng.choice([24, 40, 64])
+        self.pages = world.rng.choice([32, 48, 80])
         self.is_up = False
         self.ids = itertools.count(1)
         self.start()
@@ -142,10 +159,10 @@ class Agent:
         self.flipped: set[int] = set()
         self.waiting: dict[tuple[NamespaceDigest, ChunkKey], int] = {}
         self.index = MemoryIndex(self.index_store)
+        self.hints = RemoteHints(self.index, clock=lambda: self.world.now_s)
         self.number = 0
         self.store.open_namespace(SPEC)
         self.puller = self.session(maps_arena=True, role="peer")
-        self.pulling: set[ChunkKey] = set()
         self.world.run(self.ticks(self.epoch))
 
     def crash(self) -> None:
@@ -213,25 +230,49 @@ class Agent:
         self.arena[shard.offset] ^= 1
         self.world.counts["flips"] += 1
 
-    def pull(self, chunks: list[ChunkKey], epoch: int) -> Steps:
-        """Copy chunks that the index places elsewhere into this arena; a miss on any trouble."""
-        try:
-            claims = self.index.lookup(SPEC.digest, chunks)
-            nodes = self.index.nodes()
-        except IndexUnavailable:
+    def pull(self, keys: list[ChunkKey], epoch: int) -> Steps:
+        """Copy what a hit at the end of these chunks lacks here and others are said to have; a miss on any trouble."""
+        presence = self.store.presence(SPEC.digest, keys)
+        place_of = {key: len(SPEC.groups) * number for number, key in enumerate(keys)}
+        parts = {(key, g, s): place_of[key] + g for key, g, s in parts_read(keys)}
+        if all(presence[place] == Presence.READY_HERE for place in parts.values()):
             return
-        for chunk, holders in zip(chunks, claims, strict=True):
-            for holder in holders:
-                owner_node = nodes.get(holder.node)
-                if owner_node is None or holder.bitmap != ALL_BITS or chunk in self.pulling:
+        if not self.hints.overlay(SPEC, keys, presence):
+            self.world.counts["index_unavailable"] += 1
+        wanted: dict[ChunkKey, int] = {}
+        for (key, group, shard), place in parts.items():
+            if presence[place] == Presence.READY_ELSEWHERE:
+                wanted[key] = wanted.get(key, 0) | 1 << SPEC.shard_bit(group, shard)
+        for key, hint in self.hints.find(SPEC, wanted).items():
+            left = wanted[key]
+            sources = 0
+            for holder in hint.holders.each:
+                mine = [s for s in (*PAGES, WINDOW, STATE) if left >> SPEC.shard_bit(*s) & 1]
+                mine = [s for s in mine if holder.bitmap >> SPEC.shard_bit(*s) & 1]
+                node = self.hints.node(holder.node, holder.epoch)
+                if not mine or node is None:
                     continue
-                self.pulling.add(chunk)
-                yield from self.pull_one(self.fleet[owner_node.name], holder.epoch, chunk, epoch)
-                self.pulling.discard(chunk)
+                left &= ~holder.bitmap
+                sources += 1
+                place = (hint.parent, hint.number)
+                owner = self.fleet[node.name]
+                pulled = yield from self.pull_one(owner, holder.epoch, key, place, mine, epoch)
                 if not self.is_up or self.epoch != epoch:
                     return
+                if not pulled:
+                    self.hints.distrust(SPEC.digest, [key], holder.node)
+            self.world.counts["spread"] += sources > 1
 
-    def pull_one(self, owner: Agent, owner_epoch: int, chunk: ChunkKey, epoch: int) -> Steps:
+    def pull_one(
+        self,
+        owner: Agent,
+        owner_epoch: int,
+        chunk: ChunkKey,
+        place: tuple[ChunkKey | None, int],
+        shards: list[tuple[int, int]],
+        epoch: int,
+    ) -> Generator[float, None, bool]:
+        """Copy shards of one chunk; False when the owner did not have them, or did not deliver."""
         world = self.world
 
         def on_the_wire() -> Generator[float, None, bool]:
@@ -240,20 +281,23 @@ class Agent:
 
         if not (yield from on_the_wire()):
             world.counts["pull_lost"] += 1
-            return
+            return False
+        if not self.is_up or self.epoch != epoch:
+            return False
         visitor = owner.session(maps_arena=False, role="peer")
-        shards = [(chunk, g, s) for g, s in SHARDS]
         try:
-            answer = owner.store.acquire(visitor, SPEC.digest, shards, world.now_s)
+            answer = owner.store.acquire(
+                visitor, SPEC.digest, [(chunk, g, s) for g, s in shards], world.now_s
+            )
             if len(answer.ready) < len(shards):
                 world.counts["pull_stale_hint"] += 1
-                return
+                return False
             rooms = self.store.reserve(
                 self.puller,
                 SPEC.digest,
                 [
-                    ReserveRequestItem(chunk, None, 0, g, s, SPEC.groups[g].shard_bytes)
-                    for g, s in SHARDS
+                    ReserveRequestItem(chunk, *place, g, s, SPEC.groups[g].shard_bytes)
+                    for g, s in shards
                 ],
                 world.now_s,
             )
@@ -264,7 +308,7 @@ class Agent:
                 frame = owner.read(ready.offset, ready.length)
                 arrived = (yield from on_the_wire()) and self.is_up and self.epoch == epoch
                 if not self.is_up or self.epoch != epoch:
-                    return
+                    return False
                 held = owner.is_up and owner.epoch == owner_epoch
                 held = held and owner.store.lease_holds(visitor, answer.lease_id, world.now_s)
                 if not arrived or not held or xxhash.xxh3_64_intdigest(frame) != ready.checksums[0]:
@@ -275,8 +319,10 @@ class Agent:
                 good.append((room.reservation_id, ready.checksums, True))
             results = self.store.commit(self.puller, good, world.now_s)
             world.counts["pulled"] += results.count(CommitResult.COMMITTED)
+            return len(good) == len(shards)
         except RequestRejected:
             world.counts["pull_rejected"] += 1
+            return False
         finally:
             if owner.is_up and owner.epoch == owner_epoch:
                 owner.store.end_session(visitor)
@@ -325,10 +371,20 @@ class Engine:
         world, agent = self.world, self.agent
         epoch, arena = agent.epoch, agent.arena
         session = agent.session(maps_arena=True, role="prefill")
+        kind = world.rng.random()
+        first_window = world.rng.randrange(len(keys))  # those before were freed by the engine
+        wanted: list[tuple[int, tuple[int, int]]] = []
+        if kind < 0.8:
+            wanted += [(i, shard) for i in range(len(keys)) for shard in PAGES]
+            wanted += [(i, WINDOW) for i in range(first_window, len(keys))]
+        if kind > 0.3:  # at times the state alone: it is offered later than the pages
+            wanted.append((len(keys) - 1, STATE))
+            world.counts["late_states"] += kind >= 0.8
         items = [
-            ReserveRequestItem(key, keys[i - 1] if i else None, i, g, s, SPEC.groups[g].shard_bytes)
-            for i, key in enumerate(keys)
-            for g, s in SHARDS
+            ReserveRequestItem(
+                keys[i], keys[i - 1] if i else None, i, g, s, SPEC.groups[g].shard_bytes
+            )
+            for i, (g, s) in wanted
         ]
         rooms = agent.store.reserve(session, SPEC.digest, items, world.now_s)
         reserved = [
@@ -379,18 +435,15 @@ class Engine:
         world, agent = self.world, self.agent
         epoch, arena, store = agent.epoch, agent.arena, agent.store
         session = agent.session(maps_arena=True, role="decode")
-        presence = store.presence(SPEC.digest, keys)
-        missing = [k for i, k in enumerate(keys) if Presence.ABSENT in presence[2 * i : 2 * i + 2]]
-        if missing:
-            yield from agent.pull(missing, epoch)
-            store = self.here(epoch).store
+        yield from agent.pull(keys, epoch)
+        store = self.here(epoch).store
         store.lease_chunks(session, SPEC.digest, keys, world.now_s)
         yield world.rng.expovariate(5.0)
         if world.chance(0.03):
             self.end(epoch, session, orderly=False)
             return
         store = self.here(epoch).store
-        shards = [(key, g, s) for key in keys for g, s in SHARDS]
+        shards = parts_read(keys)
         answer = store.acquire(session, SPEC.digest, shards, world.now_s)
         copies = []
         for position, ready in answer.ready:
@@ -408,6 +461,7 @@ class Engine:
                     f"wrong bytes served for {chunk[:4].hex()}/{group}/{shard}"
                 )
                 world.counts["hits"] += 1
+                world.counts["state_hits"] += (group, shard) == STATE
             elif held:
                 # Only a flipped bit explains it: the lease held, so nobody may have written there.
                 damage = sum(

@@ -24,7 +24,8 @@ def test_fleet_serves_right_bytes_or_none_under_faults() -> None:
             raise AssertionError(f"seed {seed}: {error}") from error
     # The simulation must have met what it is for, or it proves nothing.
     for what in ("hits", "pulled", "crashes", "erased", "index_unavailable", "writer_died", "writer_stopped",
-                 "lease_lost", "late", "flips", "checksum_misses", "pull_aborted", "pull_lost"):  # fmt: skip
+                 "lease_lost", "late", "late_states", "state_hits", "spread",
+                 "flips", "checksum_misses", "pull_aborted", "pull_lost"):  # fmt: skip
         assert happened[what], f"never happened: {what} in {happened}"
 
 

@@ -253,6 +253,42 @@ def test_lookup_leases_cover_at_most_their_share_in_distinct_bytes() -> None:
     world.store.check_invariants()
 
 
+def test_oldest_lookup_leases_end_when_what_they_cover_grows_too_much() -> None:
+    """A window or state comes to a chunk that is leased already: the share that lookups may pin stays a limit."""
+    world = World(pages=16, limits=StoreLimits(max_lookup_lease_fraction=0.25))
+    keys = prompt("grows", 2)
+    for shard in ((0, 0), (0, 1)):
+        world.commit(world.reserve(keys, spec=TWO, shard=shard))
+    leases = [
+        world.store.lease_chunks(B, TWO.digest, [key], float(i)) for i, key in enumerate(keys)
+    ]
+    assert world.store.counts().lookup_lease_bytes == 4 * PAGE
+    world.commit(world.reserve(keys[1:], spec=TWO, shard=(1, 0)))
+    world.store.check_invariants()
+    assert world.store.counts().lookup_lease_bytes == 3 * PAGE
+    ids = [lease.lease_id for lease in leases if lease is not None]
+    assert world.store.release(B, ids, 2.0) == [False, True]
+
+
+@both
+def test_chunk_that_is_there_in_part_is_evicted_as_a_whole_and_after_what_follows_it(
+    policy: str,
+) -> None:
+    world = World(pages=8, policy=policy)
+    keys = prompt("parts", 3)
+    # The first chunk has a window only; its pages come last, as those of a prompt that was cut short.
+    world.commit(world.reserve(keys, spec=TWO, shard=(1, 0)))
+    world.commit(world.reserve(keys[:2], spec=TWO, shard=(0, 0)))
+    world.commit(world.reserve(keys[:1], spec=TWO, shard=(0, 1)))
+    world.store.take_changes()
+    for number, left in enumerate((3, 3, 2, 1, 1, 0, 0, 0)):
+        world.put(prompt("other", 8)[number : number + 1])
+        there = [len(world.store.list_shards(TWO.digest, key)) for key in keys]
+        assert there == [3, 2, 1][:left] + [0] * (3 - left)
+    changes = {c.chunk: c.bitmap for c in world.store.take_changes() if c.namespace == TWO.digest}
+    assert changes == dict.fromkeys(keys, 0)
+
+
 def test_keys_given_twice_are_leased_and_let_go_alike() -> None:
     world = World()
     keys = prompt("p", 2)

@@ -73,7 +73,8 @@ class StoreLimits:
     """Lease of an acquire, renewed when it is extended."""
     lookup_lease_ttl_s: float = 5.0
     max_lookup_lease_fraction: float = 0.25
-    """Share of the arena that lookup leases may cover together, counted in distinct bytes."""
+    """Share of the arena that lookup leases may cover together, counted in distinct bytes. A lease that would exceed it
+    is not given; when shards come to leased chunks, the oldest leases end early."""
     high_watermark: float = 0.95
     """Used share of the arena from which `evict_to_low_watermark` evicts."""
     low_watermark: float = 0.90
@@ -661,6 +662,9 @@ class Store:
         fresh.sort(key=attrgetter("number"), reverse=True)
         for chunk in fresh:
             self._enter_policy(chunk)
+        # Shards that come to a chunk under a lookup lease make it cover more; the oldest leases end for that.
+        while self._lookup_bytes > self._max_lookup_bytes:
+            self._expire_lease(next(iter(self._lookup_leases.values())))
         return results
 
     def abort(self, session: SessionId, reservation_ids: Sequence[int], now_s: float) -> None:  # noqa: ARG002
@@ -714,11 +718,7 @@ class Store:
                 if left <= 0:
                     return True
                 left -= 1 + lease.num_entries()
-                self._drop_lease(lease)
-                self._totals.num_expired_leases += 1
-                self._expired_leases[lease.lease_id] = lease.session.number
-                if len(self._expired_leases) > self._limits.max_released_leases:
-                    self._expired_leases.popitem(last=False)
+                self._expire_lease(lease)
         while self._reservations:
             reservation = next(iter(self._reservations.values()))
             if reservation.expires_at_s > now_s:
@@ -1116,6 +1116,13 @@ class Store:
                 if not pins and not chunk.is_held():
                     self._let_go(chunk)
 
+    def _expire_lease(self, lease: Lease) -> None:
+        self._drop_lease(lease)
+        self._totals.num_expired_leases += 1
+        self._expired_leases[lease.lease_id] = lease.session.number
+        if len(self._expired_leases) > self._limits.max_released_leases:
+            self._expired_leases.popitem(last=False)
+
     def _let_go(self, chunk: Chunk) -> None:
         self._hopeless_span = None
         if chunk.is_doomed:
@@ -1498,6 +1505,7 @@ class Store:
         assert self._num_lease_entries == num_entries, "entries of leases"
         assert num_entries <= self._limits.max_lease_entries, "too many entries of leases"
         assert self._lookup_bytes == sum(c.num_bytes for c in lookup_pins), "lookup lease bytes"
+        assert self._lookup_bytes <= self._max_lookup_bytes, "too much under lookup leases"
         assert len(self._expired_leases) <= self._limits.max_released_leases, (
             "too many expired leases"
         )
