@@ -1,6 +1,6 @@
 """How fast bytes get into and out of the cache, against plain memcpy: real client, real agent process, checksums on.
 
-    python bench/datapath.py [--json] [--quick] [--rounds N] [--sizes MIB,...]
+    python bench/datapath.py [--json] [--quick] [--rounds N] [--sizes MIB,...] [--device cpu|cuda]
 
 Rounds are interleaved: each measures all cases of a shard size once, memcpy beside the cases that it is compared
 with, so that a busy machine slows all alike. memcpy is one thread over 512 MiB of prefaulted buffers in rotation,
@@ -8,6 +8,9 @@ with, so that a busy machine slows all alike. memcpy is one thread over 512 MiB 
 size of a shard. Every measured case of memcpy and shared memory moves 1 GiB, a stream case 256 MiB; the arena is
 full, so stores evict. `cpu_s_per_gb` is the CPU time of client and agent together. After each retrieve the bytes are
 compared with what was stored.
+
+With --device cuda the bytes are pages in GPU memory, 64 KiB each and in any order, and the yardsticks are copies of
+`size_bytes` between GPU and pinned memory, one way for stores and the other for retrieves (datapath_gpu.py).
 
 With --json stdout is one object {"bench": "datapath", "rows": [...]}; progress goes to stderr.
 """
@@ -26,17 +29,21 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from report import print_json, print_table, say
 from servers import Agent, running_servers
 
 from cacheservice.client import (
     AgentAdmin,
+    ArenaUser,
     CacheClient,
     ClientIdentity,
     Deadlines,
     MemorySink,
     MemorySource,
+    PageSink,
+    PageSource,
     Role,
     ShardRead,
     ShardWrite,
@@ -50,7 +57,7 @@ CALL_BYTES = 64 * MIB
 SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 QUICK_SIZES = (256 * KIB, 16 * MIB, 64 * MIB)
 IN_FLIGHT = (1, 4)
-PATHS = ("memcpy", "shm_store", "shm_retrieve", "stream_store", "stream_retrieve")
+PATHS = ("shm_store", "shm_retrieve", "stream_store", "stream_retrieve")
 PATIENT = Deadlines(acquire_s=30, reserve_s=30, commit_s=30, load_s=60)
 
 
@@ -112,14 +119,71 @@ class Buffer:
                 self.view[start : start + 8] = start.to_bytes(8, "little")
 
 
+class Memory(Protocol):
+    """What is stored from and retrieved into: two stretches of `num_bytes`, source and sink."""
+
+    num_bytes: int
+    yardsticks: dict[str, str]
+    """Per ending of a path, the plain copy that it is compared with."""
+    arena_user: ArenaUser | None
+
+    def source(self, offset: int, num_bytes: int) -> PageSource:
+        """Bytes of the source."""
+
+    def sink(self, offset: int, num_bytes: int) -> PageSink:
+        """Room in the sink."""
+
+    def clear_sink(self) -> None:
+        """Make the sink unlike the source."""
+
+    def is_same(self, offset: int, num_bytes: int) -> bool:
+        """Whether the sink holds what the source does."""
+
+    def copy(self, yardstick: str, offset: int, num_bytes: int, size: int) -> None:
+        """The plain copy of a stretch, `size` bytes a call; done on return."""
+
+
+class HostMemory:
+    """Memory of this process."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.yardsticks = {"store": "memcpy", "retrieve": "memcpy"}
+        self.arena_user: ArenaUser | None = None
+        self._source = Buffer(num_bytes, pattern=os.urandom(MIB))
+        self._sink = Buffer(num_bytes)
+
+    def source(self, offset: int, num_bytes: int) -> PageSource:
+        """See Memory."""
+        return MemorySource(self._source.view[offset : offset + num_bytes])
+
+    def sink(self, offset: int, num_bytes: int) -> PageSink:
+        """See Memory."""
+        return MemorySink(self._sink.view[offset : offset + num_bytes])
+
+    def clear_sink(self) -> None:
+        """See Memory."""
+        ctypes.memset(self._sink.address, 0, self._sink.num_bytes)
+
+    def is_same(self, offset: int, num_bytes: int) -> bool:
+        """See Memory."""
+        stretch = slice(offset, offset + num_bytes)
+        return self._sink.view[stretch] == self._source.view[stretch]
+
+    def copy(self, yardstick: str, offset: int, num_bytes: int, size: int) -> None:
+        """See Memory."""
+        del yardstick
+        for start in range(offset, offset + num_bytes, size):
+            ctypes.memmove(self._sink.address + start, self._source.address + start, size)
+
+
 class Bench:
     """One agent, one client per data plane, and the memory that they copy from and to."""
 
-    def __init__(self, agent: Agent, volume: Volume) -> None:
+    def __init__(self, agent: Agent, volume: Volume, memory: Memory) -> None:
         self.agent = agent
         self.volume = volume
-        self.source = Buffer(volume.buffer_bytes, pattern=os.urandom(MIB))
-        self.sink = Buffer(volume.buffer_bytes)
+        self.memory = memory
         self.specs = {size: _namespace(size) for size in volume.sizes}
         self.clients = {"shm": self._connect("shared_memory"), "stream": self._connect("stream")}
         self.measured: defaultdict[Case, Measured] = defaultdict(Measured)
@@ -147,7 +211,9 @@ class Bench:
         say(f"{_size(size)}: {self.volume.rounds} rounds done")
 
     def _run_round(self, size: int) -> None:
-        self._measure(Case("memcpy", size, 1), self._memcpy_calls(size), self.volume.shared_bytes)
+        for yardstick in dict.fromkeys(self.memory.yardsticks.values()):
+            plain = self._plain_calls(yardstick, size)
+            self._measure(Case(yardstick, size, 1), plain, self.volume.shared_bytes)
         for plane, in_flight in itertools.product(("shm", "stream"), IN_FLIGHT):
             num_bytes = self.volume.shared_bytes if plane == "shm" else self.volume.stream_bytes
             stores = self._store_calls(plane, size, num_bytes)
@@ -158,14 +224,16 @@ class Bench:
 
     def rows(self) -> list[Row]:
         """What all rounds gave, path by path."""
+        paths = [*dict.fromkeys(self.memory.yardsticks.values()), *PATHS]
         ordered = sorted(
-            self.measured, key=lambda c: (PATHS.index(c.path), c.size_bytes, c.in_flight)
+            self.measured, key=lambda c: (paths.index(c.path), c.size_bytes, c.in_flight)
         )
         return [_row(case, self.measured[case]) for case in ordered]
 
     def ratio(self, case: Case) -> float:
-        """Median over the rounds of a case's speed to memcpy's in the same round."""
-        against = self.measured[Case("memcpy", case.size_bytes, 1)].gbps
+        """Median over the rounds of a case's speed to its yardstick's in the same round."""
+        yardstick = self.memory.yardsticks.get(case.path.partition("_")[2], case.path)
+        against = self.measured[Case(yardstick, case.size_bytes, 1)].gbps
         return statistics.median(
             a / b for a, b in zip(self.measured[case].gbps, against, strict=True)
         )
@@ -180,13 +248,9 @@ class Bench:
         measured.gbps.append(num_bytes / seconds / 1e9)
         measured.num_bytes += num_bytes
 
-    def _memcpy_calls(self, size: int) -> list[Callable[[], None]]:
+    def _plain_calls(self, yardstick: str, size: int) -> list[Callable[[], None]]:
         def copy(offset: int) -> Callable[[], None]:
-            def call() -> None:
-                for start in range(offset, offset + max(size, CALL_BYTES), size):
-                    ctypes.memmove(self.sink.address + start, self.source.address + start, size)
-
-            return call
+            return lambda: self.memory.copy(yardstick, offset, max(size, CALL_BYTES), size)
 
         return [copy(offset) for offset in self._offsets(self.volume.shared_bytes)]
 
@@ -198,7 +262,7 @@ class Bench:
             writes = [
                 ShardWrite(
                     key, keys[i - 1] if i else None, i, 0, 0, size,
-                    MemorySource(self.source.view[offset + i * size : offset + (i + 1) * size]),
+                    self.memory.source(offset + i * size, size),
                 )
                 for i, key in enumerate(keys)
             ]  # fmt: skip
@@ -215,7 +279,7 @@ class Bench:
     def _retrieve_calls(self, plane: str, size: int, num_bytes: int) -> list[Callable[[], None]]:
         """Reads of the newest stored bytes, as often as `num_bytes` needs."""
         client, spec = self.clients[plane], self.specs[size]
-        ctypes.memset(self.sink.address, 0, self.sink.num_bytes)
+        self.memory.clear_sink()
         stored = self._stored[plane, size]
         # The agent was full: it may have evicted some of what was just stored, as its policy likes.
         present = [
@@ -232,7 +296,7 @@ class Bench:
             reads = [
                 ShardRead(
                     key, 0, 0, size, 0, size,
-                    MemorySink(self.sink.view[offset + i * size : offset + (i + 1) * size]),
+                    self.memory.sink(offset + i * size, size),
                 )
                 for i, key in enumerate(keys)
             ]  # fmt: skip
@@ -251,21 +315,21 @@ class Bench:
     def _compare(self, plane: str, size: int) -> None:
         """Every byte that was retrieved is the one that was stored."""
         for _, offset in self._stored[plane, size]:
-            stretch = slice(offset, offset + CALL_BYTES)
-            if self.sink.view[stretch] != self.source.view[stretch]:
+            if not self.memory.is_same(offset, CALL_BYTES):
                 raise SystemExit(
                     f"datapath: {plane} gave other bytes than were stored, shards of {size} bytes"
                 )
 
     def _offsets(self, num_bytes: int) -> list[int]:
-        return [at % self.source.num_bytes for at in range(0, num_bytes, CALL_BYTES)]
+        return [at % self.memory.num_bytes for at in range(0, num_bytes, CALL_BYTES)]
 
     def _new_key(self) -> ChunkKey:
         return ChunkKey(next(self._numbers).to_bytes(32, "little"))
 
     def _connect(self, data_plane: str) -> CacheClient:
         client = CacheClient(
-            self.agent.target, ClientIdentity(Role.TOOL), deadlines=PATIENT, data_plane=data_plane  # type: ignore[arg-type]
+            self.agent.target, ClientIdentity(Role.TOOL), deadlines=PATIENT, data_plane=data_plane,  # type: ignore[arg-type]
+            arena_user=self.memory.arena_user,
         )  # fmt: skip
         for spec in self.specs.values():
             client.open_namespace(spec)
@@ -290,7 +354,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--sizes", type=_sizes, metavar="MIB[,MIB...]", help="shard sizes; default 0.25,1,4,16,64"
     )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="whose memory is stored from and retrieved into; default cpu",
+    )
     options = parser.parse_args(arguments)
+    if options.device == "cuda" and (missing := _why_no_gpu()):
+        parser.error(f"--device cuda: {missing}")
     if options.quick:
         volume = Volume(
             2 * CALL_BYTES,
@@ -306,7 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         volume = Volume(GIB, GIB // 4, GIB // 2, options.rounds or 7, options.sizes or SIZES)
     with running_servers() as servers:
         agent = servers.start_agent("agent", arena_bytes=4 * volume.buffer_bytes)
-        bench = Bench(agent, volume)
+        bench = Bench(agent, volume, _memory_on(options.device, volume.buffer_bytes))
         try:
             for size in volume.sizes:
                 bench.run(size)
@@ -318,7 +390,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     print_table(
         f"Data path, {volume.rounds} rounds, checksums on",
-        ("path", "shard", "in flight", "GB/s best", "GB/s median", "of memcpy", "CPU s/GB"),
+        ("path", "shard", "in flight", "GB/s best", "GB/s median", _of(bench.memory), "CPU s/GB"),
         [
             (
                 row.path, _size(row.size_bytes), str(row.in_flight), f"{row.gbps_best:.2f}", f"{row.gbps_median:.2f}",
@@ -328,6 +400,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ],
     )  # fmt: skip
     return 0
+
+
+def _why_no_gpu() -> str:
+    """What is missing for --device cuda; empty when nothing is."""
+    try:
+        import torch
+    except ImportError:
+        return "torch is not installed here; use the Python of a CUDA build of vLLM"
+    return (
+        ""
+        if torch.cuda.is_available()
+        else "torch sees no GPU here; run this on a machine with an NVIDIA GPU and its driver"
+    )
+
+
+def _memory_on(device: str, num_bytes: int) -> Memory:
+    if device == "cpu":
+        return HostMemory(num_bytes)
+    from datapath_gpu import GpuMemory, cuda_pages
+
+    return GpuMemory(cuda_pages(num_bytes), num_bytes)
+
+
+def _of(memory: Memory) -> str:
+    return f"of {min(memory.yardsticks.values()).partition('_')[0]}"
 
 
 def _run_all(calls: list[Callable[[], None]], num_threads: int) -> None:

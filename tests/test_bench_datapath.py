@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -9,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from gpu_fake import FakeGpu
+
+from cacheservice.connector.cuda_copies import CudaCopier
 
 ROOT = Path(__file__).parent.parent
 MIB = 1 << 20
@@ -69,6 +74,37 @@ def test_lookup_measures_both_indexes() -> None:
         assert set(row) == common | of_redis
         assert 0 < row["p50_ms"] <= row["p99_ms"]
     assert rows[-1]["redis_bytes_per_chunk"] <= 200
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a GPU: test_cuda_gpu.py runs this bench"
+)
+def test_datapath_on_a_gpu_that_is_not_there_is_refused() -> None:
+    done = run("bench/datapath.py", "--quick", "--device", "cuda")
+    assert done.returncode == 2
+    assert "torch sees no GPU here" in done.stderr
+
+
+def test_pages_of_the_gpu_bench_are_compared_where_they_were_copied_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the tests' stand-in for a GPU: what `is_same` says follows what sources gave and sinks took."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import datapath_gpu as bench
+
+    num_bytes = 8 * bench.BLOCK_BYTES
+    pages = torch.randint(0, 256, (bench.LAYERS, 16, 1, 1, bench.PAGE_BYTES), dtype=torch.uint8)
+    memory = bench.GpuMemory(pages, num_bytes, CudaCopier(FakeGpu(list(pages))))
+    memory.clear_sink()
+    assert not memory.is_same(0, num_bytes)
+    half = num_bytes // 2
+    host = ctypes.create_string_buffer(half)
+    memory.source(half, half).gather(0, half, ctypes.addressof(host))
+    memory.sink(half, half).scatter(0, half, ctypes.addressof(host))
+    assert memory.is_same(half, half)
+    assert not memory.is_same(0, num_bytes)
+    memory.clear_sink()
+    assert not memory.is_same(half, half)
 
 
 @pytest.mark.parametrize("sizes", ["x", "3", "0", "128"])

@@ -27,6 +27,7 @@ from agent_process import AgentProcess, a_namespace, local_agent, target_of
 from gpu_fake import ENGINE, FakeGpu, GpuFailure, is_mapped
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from page_shapes import plain, shapes
 
 import cacheservice.connector.cuda_copies as module
 from cacheservice.client import (
@@ -41,7 +42,7 @@ from cacheservice.client.shared_memory import SharedMemoryPlane
 from cacheservice.connector import cuda_device
 from cacheservice.connector.copies import CpuCopier
 from cacheservice.connector.cuda_copies import KIB, MIB, CopyFailed, CudaCopier, Staging
-from cacheservice.connector.pages import ShardLayout, group_pages
+from cacheservice.connector.pages import ShardLayout
 from cacheservice.core.keys import ChunkKey
 from cacheservice.core.outcomes import Reason
 from cacheservice.errors import UncacheableError
@@ -50,77 +51,6 @@ ROOT = Path(__file__).parent.parent
 
 SMALL = Staging(num_lanes=3, slab_bytes=512, bounce_bytes=128, max_rows=24)
 """Several transfers for some hundred bytes."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A KV cache in one allocation: layers of several page sizes, pages of kernel blocks, padding, an offset."""
-
-    contents: tuple[int, ...]
-    """Elements of one token and head, per layer."""
-    num_blocks: int
-    heads: int
-    tokens: int
-    kernel_blocks: int
-    padding: int
-    offset: int
-    dtype: torch.dtype
-    blocks_outermost: bool
-    shards: int
-
-    def room(self) -> Any:
-        """Memory for it, uint8, of random bytes."""
-        item = torch.empty(0, dtype=self.dtype).element_size()
-        pages = [self._page(content) + self.padding for content in self.contents]
-        size = (self.offset + sum(pages) * self.num_blocks) * item
-        return torch.randint(0, 256, (size + 16,), dtype=torch.uint8)
-
-    def views(self, room: Any) -> list[Any]:
-        """Per layer [num_blocks * kernel_blocks, heads, tokens, content]."""
-        flat = room.view(self.dtype)
-        views, at = [], self.offset
-        pages = [self._page(content) + self.padding for content in self.contents]
-        for content, page in zip(self.contents, pages, strict=True):
-            stride = sum(pages) if self.blocks_outermost else page
-            part = self.heads * self.tokens * content
-            shape = (self.num_blocks * self.kernel_blocks, self.heads, self.tokens, content)
-            if self.kernel_blocks > 1:
-                assert page == stride == part * self.kernel_blocks
-                stride = part
-            views.append(
-                flat.as_strided(shape, (stride, self.tokens * content, content, 1), storage_offset=at)
-            )  # fmt: skip
-            at += page if self.blocks_outermost else page * self.num_blocks
-        return views
-
-    def layouts(self, room: Any) -> list[ShardLayout]:
-        """Where each shard's bytes lie."""
-        named = [(f"layer.{i}", view) for i, view in enumerate(self.views(room))]
-        pages = group_pages(named, num_blocks=self.num_blocks, num_heads=self.heads)
-        each = self.heads // self.shards
-        return [ShardLayout(pages, first_head=i * each, num_heads=each) for i in range(self.shards)]
-
-    def _page(self, content: int) -> int:
-        return self.heads * self.tokens * content * self.kernel_blocks
-
-
-@st.composite
-def shapes(draw: Any) -> Shape:
-    kernel_blocks = draw(st.sampled_from([1, 1, 2]))
-    blocks_outermost = kernel_blocks == 1 and draw(st.booleans())
-    heads = draw(st.sampled_from([1, 2, 4]))
-    return Shape(
-        contents=tuple(draw(st.lists(st.sampled_from([2, 3, 8, 12]), min_size=1, max_size=3))),
-        num_blocks=draw(st.integers(2, 7)),
-        heads=heads,
-        tokens=draw(st.sampled_from([1, 2, 4])),
-        kernel_blocks=kernel_blocks,
-        padding=0 if kernel_blocks > 1 else draw(st.sampled_from([0, 0, 1, 4])),
-        offset=draw(st.sampled_from([0, 0, 3, 8])),
-        dtype=draw(st.sampled_from([torch.uint8, torch.float16, torch.float32])),
-        blocks_outermost=blocks_outermost,
-        shards=draw(st.sampled_from([s for s in (1, 2, 4) if s <= heads])),
-    )
 
 
 class Arena:
@@ -313,14 +243,6 @@ def test_a_load_writes_after_the_engine_let_go_of_the_blocks_and_nowhere_else(
     assert torch.equal(read_by_engine, before)
 
 
-def plain(num_blocks: int = 6, layers: int = 2, page_bytes: int = 4096) -> Shape:
-    """`layers` pages of `page_bytes` a block."""
-    return Shape(
-        contents=(page_bytes,) * layers, num_blocks=num_blocks, heads=1, tokens=1, kernel_blocks=1, padding=0,
-        offset=0, dtype=torch.uint8, blocks_outermost=False, shards=1,
-    )  # fmt: skip
-
-
 def test_part_of_a_shard_that_lies_in_no_block_of_the_copy_is_refused():
     shape = plain()
     pages = shape.room()
@@ -423,6 +345,11 @@ def test_nothing_is_registered_before_the_engine_serves():
     wait_for(lambda: gpu.registered == {arena.address: 256})
     copier.arena_unmapping(arena)
     assert not gpu.registered
+    # What is mapped there next is not registered: the GPU would refuse a transfer straight to it.
+    layout = plain().layouts(gpu.views[0])[0]
+    copier.runs(layout, [1], after=copier.fence()).gather(0, 256, arena.address)
+    assert host.raw == gpu.views[0][1].numpy().tobytes()[:256]
+    assert not gpu.violations
 
 
 def test_arena_that_cuda_refuses_is_copied_through_pinned_memory_with_one_warning(caplog):
@@ -568,6 +495,7 @@ def test_arena_is_unregistered_before_it_is_unmapped(caplog):
         node.client.close()
         wait_for(lambda: not is_mapped(address, 16 * MIB))
         assert not node.gpu.registered
+        assert not node.gpu.violations
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
 
@@ -589,6 +517,7 @@ def test_an_agent_that_comes_back_is_registered_again_and_the_old_arena_forgotte
                 agent.start()
         finally:
             client.close()
+        assert not gpu.violations
 
 
 def test_user_of_the_arena_that_raises_disturbs_nothing(caplog):
