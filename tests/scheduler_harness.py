@@ -1,13 +1,13 @@
-"""vLLM's real Scheduler, KVCacheManager and KVOutputAggregator with both halves of our connector, N ranks in one process.
+"""vLLM's real Scheduler, KVCacheManager and KVOutputAggregator with both halves of our connector, N ranks in a process.
 
 The page oracle. What a forward pass writes for a token is a function of all tokens up to it, the layer and the slice
 (a KV head, or a rank's part of a state); what it leaves in a block of a recurrent group is a function of all tokens so
 far. Before anything reads a page, and again for every running request after every step, every page that the scheduler
-believes to be computed must hold exactly these bytes, on every rank; every block that vLLM has put into its prefix cache
-must; and every shard that is stored must hold them in the order of the design. vLLM accepts a wrong load silently; this
-does not.
+believes to be computed must hold exactly these bytes, on every rank; so must every block that vLLM has put into its
+prefix cache; and every shard that is stored must hold them in the order of the design. vLLM accepts a wrong load
+silently; this does not.
 
-One allocation per rank, laid out and viewed by vLLM's own functions, so that groups lie over each other as in an engine.
+One allocation per rank, laid out and viewed by vLLM's own functions, so that groups lie over each other as in engines.
 Nothing here waits, sleeps or reads a clock: background work is stepped_jobs.py, time is a number.
 
 Called by: scheduler_life.py, test_scheduler_harness.py. Facts of vLLM are those of 0.32.
@@ -23,7 +23,7 @@ import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import engines  # sets vLLM's environment before vLLM is imported
@@ -32,6 +32,8 @@ import pytest
 from connector_fakes import FakeCache, FakeClient
 from scheduler_shapes import Shape
 from stepped_jobs import Jobs, SteppedPool
+
+from cacheservice.core.outcomes import Reason
 
 MASK = (1 << 64) - 1
 NULL_BLOCK = 0
@@ -159,6 +161,7 @@ class World:
         self.rng = random.Random(seed)
         self.now = 1000.0
         self.jobs = Jobs(self.rng)
+        self.jobs.tick = lambda: self.pass_time(0.05)
         self.cache = FakeCache(self.clock)
         self.cache.turn = self.jobs.pause
         self.cache.rest = lambda: self.jobs.pause(always=True)
@@ -179,6 +182,10 @@ class World:
         """Seconds."""
         return self.now
 
+    def pass_time(self, seconds: float) -> None:
+        """It is later now."""
+        self.now += seconds
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Let connectors that are made inside live in this world."""
@@ -191,7 +198,7 @@ class World:
             self._pools.append(self.jobs.pool(max_workers, thread_name_prefix))
             return self._pools[-1]
 
-        def client(config: Any, half: Any, *, rank: int) -> FakeClient:
+        def client(config: Any, half: Any, *, rank: int, arena_user: Any = None) -> FakeClient:
             self._clients.append(FakeClient(self.cache))
             return self._clients[-1]
 
@@ -212,11 +219,16 @@ class World:
                 half = functools.partial(getattr(connector, name), clock=self.clock)
                 patch.setattr(connector, name, half)
             patch.setattr(scheduler, "wait_for", wait_for)
+            patch.setattr(scheduler, "secrets", self)
             try:
                 yield
             finally:
                 for left in self._pools:
                     self.jobs.drop(left, started=True)
+
+    def token_hex(self, num_bytes: int) -> str:
+        """What the connector takes for random, in place of the module `secrets`."""
+        return self.rng.randbytes(num_bytes).hex()
 
     def take_made(self) -> tuple[list[SteppedPool], list[FakeClient]]:
         """Pools and clients made since the last call."""
@@ -279,33 +291,37 @@ class Engine:
 
     def __init__(
         self, world: World, shape: Shape, *, tp: int = 1, num_blocks: int = 128, budget: int = 512,
-        max_seqs: int = 8, tokens_per_chunk: int | None = 64, executes_late: bool = False, **extra: Any,
+        max_seqs: int = 8, tokens_per_chunk: int | None = 64, executes_late: bool = False,
+        max_model_len: int | None = None, **extra: Any,
     ) -> None:  # fmt: skip
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
         from vllm.utils.hashing import sha256_cbor
         from vllm.v1.core.kv_cache_utils import (
             generate_scheduler_kv_cache_config,
-            get_kv_cache_config_from_groups,
-            get_kv_cache_groups,
             get_request_block_hasher,
             init_none_hash,
-            kv_cache_groups_tp_replicas,
             resolve_cache_hit_alignment_tokens,
             resolve_kv_cache_block_sizes,
         )
         from vllm.v1.structured_output import StructuredOutputManager
+        from vllm_planning import (
+            get_kv_cache_config_from_groups,
+            get_kv_cache_groups,
+            kv_cache_groups_tp_replicas,
+        )
 
         import cacheservice.connector.connector as module
 
+        if max_model_len is not None:
+            shape = replace(shape, max_model_len=max_model_len)
         self.world, self.shape, self.tp = world, shape, tp
-        world.engine = self
         settings = {"socket_dir": "/nowhere", **shape.extra, **extra}
         if tokens_per_chunk is not None:
             settings["tokens_per_chunk"] = tokens_per_chunk
         if len(shape.tensor_parallel_sizes) > 1:
             settings["tensor_parallel_sizes"] = list(shape.tensor_parallel_sizes)
-        self.config = _vllm_config(shape, tp, budget, max_seqs, num_blocks, settings)
+        self.config = vllm_config(shape, tp, budget, max_seqs, num_blocks, settings)
         cache_config = self.config.cache_config
         specs = shape.layers(tp)
         groups = get_kv_cache_groups(self.config, dict(specs))
@@ -350,7 +366,9 @@ class Engine:
         self.authorised: dict[str, tuple[int, int]] = {}
         """Range that vLLM allowed to load, per request, until the job is handed to the ranks."""
         self.num_preemptions = self.num_steps = self.num_loads = 0
+        self._num_outcomes = len(world.cache.outcomes)
         self._watch()
+        world.engine = self
 
     @property
     def half(self) -> Any:
@@ -412,7 +430,7 @@ class Engine:
                 return
             self.step()
             self.world.jobs.progress(1.0)
-            self.world.now += tick_s
+            self.world.pass_time(tick_s)
         raise Wrong(f"not at rest after {limit} steps: {self.describe()}")
 
     def shut_down(self) -> None:
@@ -596,6 +614,10 @@ class Engine:
                 if one.finish_reason is not None:
                     self._see_finished(one)
         self.check_running()
+        for outcome in self.world.cache.outcomes[self._num_outcomes :]:
+            if outcome.reason is Reason.INTERNAL:
+                raise Wrong(f"a fault of the connector's own: {outcome}")
+        self._num_outcomes = len(self.world.cache.outcomes)
 
     def _see_finished(self, output: Any) -> None:
         self.finished[output.request_id] = (str(output.finish_reason), output.kv_transfer_params)
@@ -880,7 +902,7 @@ def _base_config() -> Any:
     ).create_engine_config()  # fmt: skip
 
 
-def _vllm_config(
+def vllm_config(
     shape: Shape, tp: int, budget: int, max_seqs: int, num_blocks: int, settings: dict[str, Any]
 ) -> Any:
     """The configuration of one engine: the base with what a shape and a test vary."""

@@ -134,19 +134,16 @@ def _llama4(tp: int) -> dict[str, Any]:
 
 
 def _deepseek_v4(tp: int) -> dict[str, Any]:
-    """Two layers with a window only, then compressed ones of both ratios: vLLM 0.32, models/deepseek_v4."""
+    """A layer of each compression ratio, with window, compressor state and indexer: vLLM 0.32, models/deepseek_v4."""
     import torch
 
     layers: dict[str, Any] = {}
     byte = torch.uint8
-    for i in range(4):
+    for i, ratio in enumerate((4, 128)):
         name = f"model.layers.{i}.attn"
         layers[f"{name}.window"] = latent_window(
             128, block_size=64, head_size=9, dtype=byte, alignment=36, model_version="deepseek_v4"
         )
-        ratio = {2: 4, 3: 128}.get(i)
-        if ratio is None:
-            continue
         layers[f"{name}.main"] = latent(
             block_size=256, head_size=9, dtype=byte, tokens_per_state=ratio, alignment=36,
             model_version="deepseek_v4",
@@ -184,7 +181,7 @@ SHAPES: dict[str, Shape] = {
             layout="BLHNC",
             max_model_len=1536,
             budgets=(256, 400, 640),
-        ),  # fmt: skip
+        ),
         Shape("no-prefix-caching", _dense(2), 2, prefix_caching=False),
         Shape("gemma-no-prefix-caching", _gemma, 1, prefix_caching=False),
         Shape("async", _dense(2), 2, async_scheduling=True),

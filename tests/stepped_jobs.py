@@ -71,6 +71,8 @@ class Jobs:
         self.waiting: list[Job] = []
         """Not ended, in the order in which they were given."""
         self.pause_chance = 0.0
+        self.tick: Callable[[], None] = lambda: None
+        """Called while `finish` goes round, so that what waits for a time comes to it."""
         self.num_pauses = 0
 
     def pool(self, max_workers: int = 1, thread_name_prefix: str = "") -> SteppedPool:
@@ -114,6 +116,7 @@ class Jobs:
                 return
             for job in left:
                 self.resume(job)
+            self.tick()
         raise AssertionError("a job of the connector does not end")
 
     def drop(self, pool: SteppedPool, *, started: bool) -> None:
