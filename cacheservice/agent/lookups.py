@@ -15,7 +15,7 @@ from cacheservice.agent.pulls import PeerPulls
 from cacheservice.agent.remote_hints import RemoteHints
 from cacheservice.agent.sessions import Session
 from cacheservice.agent.waiting_calls import WaitingCalls
-from cacheservice.core.keys import ChunkKey
+from cacheservice.core.keys import ChunkKey, NamespaceDigest
 from cacheservice.core.layout import GroupKind, NamespaceSpec
 from cacheservice.core.outcomes import Presence
 
@@ -70,7 +70,7 @@ class Lookups:
     def look_up(
         self,
         session: Session,
-        spec: NamespaceSpec,
+        namespace: NamespaceDigest,
         chunks: Sequence[ChunkKey],
         *,
         takes_lease: bool,
@@ -78,25 +78,28 @@ class Lookups:
         wait: Wait | None,
         is_active: Callable[[], bool],
     ) -> LookupResult:
-        """Answer one lookup; waits at most `wait.seconds`."""
+        """Answer one lookup; waits at most `wait.seconds`. UnknownObject for a namespace that is not open."""
         # A peer asks what is here; asking others for it in turn could go round in circles.
         sees_elsewhere = session.hello.role != "peer" and not self._hints.is_alone()
         elsewhere = bytearray()
         index_asked = True
-        if sees_elsewhere:
+        if sees_elsewhere or wait is not None:
             with self._guarded.reading() as store:
-                elsewhere = store.presence(spec.digest, chunks)
-            index_asked = self._hints.overlay(spec, chunks, elsewhere)
-        if wait is not None and wait.num_chunks and wait.seconds > 0:
-            with self._waiting_calls.slot() as may_wait:
-                if may_wait:
-                    self._sleep(
-                        spec, chunks, wait, elsewhere, is_active, sees_elsewhere=sees_elsewhere
-                    )
+                spec = store.namespace(namespace)
+                if sees_elsewhere:
+                    elsewhere = store.presence(namespace, chunks)
+            if sees_elsewhere:
+                index_asked = self._hints.overlay(spec, chunks, elsewhere)
+            if wait is not None and wait.num_chunks and wait.seconds > 0:
+                with self._waiting_calls.slot() as may_wait:
+                    if may_wait:
+                        self._sleep(
+                            spec, chunks, wait, elsewhere, is_active, sees_elsewhere=sees_elsewhere
+                        )
         now_s = self._guarded.clock()
         with self._guarded.changing() as store:
             presence, lease = store.look_up(
-                session.id, spec.digest, chunks, now_s,
+                session.id, namespace, chunks, now_s,
                 takes_lease=takes_lease, superseded=superseded_lease,
             )  # fmt: skip
         lease_id = lease.lease_id if lease is not None else 0

@@ -81,20 +81,35 @@ class RemoteHints:
             return True
         num_groups = len(spec.groups)
         asked: Sequence[ChunkKey] = chunks
-        numbers: Sequence[int] = range(len(chunks))
-        parents: Sequence[ChunkKey | None] = [None, *chunks[:-1]]
+        numbers: Iterable[int] = range(len(chunks))
+        parents: Iterable[ChunkKey | None] = [None, *chunks[:-1]]
         if presence.count(_ABSENT) < len(presence):
             numbers = sorted({at // num_groups for at, s in enumerate(presence) if s == _ABSENT})
             asked = [chunks[number] for number in numbers]
-            parents = [parents[number] for number in numbers]
+            parents = [chunks[number - 1] if number else None for number in numbers]
         found = self._ask(spec.digest, asked)
         if found is None:
             return False
-        _mark_elsewhere(presence, _group_masks(spec), numbers, found)
-        hints = zip(found, parents, numbers, repeat(self._clock() + _FRESH_S), strict=False)
-        are_held = [holders.bitmap for holders in found]
+        masks = _group_masks(spec)
+        # Chunks of one prompt mostly have the same holders, or none.
+        if found.count(found[0]) == len(found):
+            if not found[0].bitmap:
+                return True
+            for group, mask in enumerate(masks):
+                if found[0].bitmap & mask == mask:
+                    states = presence[group::num_groups]
+                    presence[group::num_groups] = states.replace(_ABSENT_BYTE, _ELSEWHERE_BYTE)
+        else:
+            for number, holders in zip(numbers, found, strict=True):
+                _mark_elsewhere(presence, number * num_groups, masks, holders.bitmap)
+            are_held = [holders.bitmap for holders in found]
+            asked, found = list(compress(asked, are_held)), list(compress(found, are_held))
+            numbers, parents = compress(numbers, are_held), compress(parents, are_held)
+        until_s = self._clock() + _FRESH_S
         with self._lock:
-            self._remember(spec.digest, compress(asked, are_held), compress(hints, are_held))
+            self._remember(
+                spec.digest, asked, zip(found, parents, numbers, repeat(until_s), strict=False)
+            )
         return True
 
     def learn(
@@ -225,9 +240,11 @@ class RemoteHints:
             if distrusted:
                 return list(map(choose, chunks, claims))
             # Chunks of one prompt mostly have the same claims, and then the index gives one object for all of them.
-            distinct = {id(claimed): claimed for claimed in claims}
+            if claims.count(claims[0]) == len(claims):
+                return [choose(None, claims[0])] * len(claims)
+            distinct = dict(zip(map(id, claims), claims, strict=True))
             chosen = {which: choose(None, claimed) for which, claimed in distinct.items()}
-            return [chosen[id(claimed)] for claimed in claims]
+            return list(map(chosen.__getitem__, map(id, claims)))
 
 
 def _choose(believable: Iterable[Holder]) -> Holders:
@@ -250,23 +267,11 @@ def _group_masks(spec: NamespaceSpec) -> list[int]:
     return masks
 
 
-def _mark_elsewhere(
-    presence: bytearray, masks: Sequence[int], numbers: Sequence[int], found: Sequence[Holders]
-) -> None:
-    """Set what is absent to READY_ELSEWHERE where the holders have all shards of the group; `found` is of the chunks
-    with these numbers, which are all of which something is absent.
-    """
-    num_groups = len(masks)
-    if len(set(map(id, found))) == 1:
-        for group, mask in enumerate(masks):
-            if found[0].bitmap & mask == mask:
-                states = presence[group::num_groups]
-                presence[group::num_groups] = states.replace(_ABSENT_BYTE, _ELSEWHERE_BYTE)
-        return
-    for number, holders in zip(numbers, found, strict=True):
-        for position, mask in enumerate(masks, number * num_groups):
-            if presence[position] == _ABSENT and holders.bitmap & mask == mask:
-                presence[position] = _READY_ELSEWHERE
+def _mark_elsewhere(presence: bytearray, first: int, masks: Sequence[int], bitmap: int) -> None:
+    """Set the absent groups of one chunk that `bitmap` covers in full to READY_ELSEWHERE."""
+    for position, mask in enumerate(masks, first):
+        if presence[position] == _ABSENT and bitmap & mask == mask:
+            presence[position] = _READY_ELSEWHERE
 
 
 def _is_address(address: str) -> bool:

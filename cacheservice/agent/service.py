@@ -175,7 +175,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             chunks = parse_keys([*chunks, *request.chunk_keys])
         check_range("wait_num_chunks", request.wait_num_chunks, len(chunks))
         check_range("wait_ms", request.wait_ms, MAX_WAIT_MS)
-        spec = self._spec(request.namespace_digest)
+        namespace = parse_digest(request.namespace_digest)
         wait = None
         if request.wait in (cache_pb2.LOOKUP_WAIT_PENDING, cache_pb2.LOOKUP_WAIT_HAND_OVER):
             wait = Wait(
@@ -184,7 +184,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 owner_node=request.owner_node, owner_epoch=request.owner_epoch,
             )  # fmt: skip
         result = self._lookups.look_up(
-            session, spec, chunks, takes_lease=request.take_lease,
+            session, namespace, chunks, takes_lease=request.take_lease,
             superseded_lease=request.superseded_lease_id, wait=wait, is_active=context.is_active,
         )  # fmt: skip
         return cache_pb2.LookupResponse(

@@ -7,6 +7,7 @@ side is `agent/frames.py`. Called by `client.py` and `session.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import grpc
@@ -34,10 +35,14 @@ def build_lookup(
     rest: cache_pb2.LookupRequest,
 ) -> bytes:
     """A serialized `LookupRequest`; `rest` has the fields after the keys."""
-    head = cache_pb2.LookupRequest(session_token=session_token, namespace_digest=namespace)
+    head = _head(session_token, namespace)
     if not chunks or not _ONE_LENGTH.issuperset(map(len, chunks)):
-        head.chunk_keys.extend(chunks)
-        return head.SerializeToString() + rest.SerializeToString()
-    return b"".join(
-        (head.SerializeToString(), _KEY_TAG, _KEY_TAG.join(chunks), rest.SerializeToString())
-    )
+        keys = cache_pb2.LookupRequest(chunk_keys=chunks)
+        return head + keys.SerializeToString() + rest.SerializeToString()
+    return b"".join((head, _KEY_TAG, _KEY_TAG.join(chunks), rest.SerializeToString()))
+
+
+@lru_cache(maxsize=64)
+def _head(session_token: bytes, namespace: NamespaceDigest) -> bytes:
+    head = cache_pb2.LookupRequest(session_token=session_token, namespace_digest=namespace)
+    return head.SerializeToString()

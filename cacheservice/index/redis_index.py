@@ -76,6 +76,14 @@ class _NodeTable(NamedTuple):
     read_at: float
 
 
+class _Decoded(NamedTuple):
+    """One value: who holds the chunk, and how many of its entries count for nothing."""
+
+    holders: tuple[Holder, ...]
+    malformed: int
+    stale: int
+
+
 class RedisIndex:
     """`Index` over one Redis server. Thread-safe; owns its connections."""
 
@@ -403,27 +411,23 @@ class RedisIndex:
             table = self._node_table(deadline, max_age_s=NODES_RETRY_AGE_S)
             decoded, _ = self._decode(values, table.nodes)
         malformed = stale = 0
-        answer = []
-        for value in values:
-            if value is None:
-                answer.append(NO_HOLDERS)
-                continue
-            holders, num_malformed, num_stale = decoded[value]
-            malformed += num_malformed
-            stale += num_stale
-            answer.append(holders)
+        if any(found.malformed or found.stale for found in decoded.values()):
+            malformed = sum(decoded[value].malformed for value in values)
+            stale = sum(decoded[value].stale for value in values)
         self._count(lookups=1, malformed_entries=malformed, stale_entries=stale)
-        return answer
+        holders = {value: found.holders for value, found in decoded.items()}
+        return list(map(holders.__getitem__, values))
 
     def _decode(
         self, values: Sequence[bytes | None], nodes: Mapping[int, Node]
-    ) -> tuple[dict[bytes, tuple[tuple[Holder, ...], int, int]], bool]:
-        """Holders, malformed and stale entries of each distinct value; chunks of one prompt mostly share it."""
+    ) -> tuple[dict[bytes | None, _Decoded], bool]:
+        """Each distinct value, decoded: chunks of one prompt mostly share it. And whether any names an unknown node."""
         own = self._number
-        decoded: dict[bytes, tuple[tuple[Holder, ...], int, int]] = {}
+        decoded: dict[bytes | None, _Decoded] = {}
         is_unknown = False
         for value in set(values):
             if value is None:
+                decoded[value] = _Decoded(NO_HOLDERS, 0, 0)
                 continue
             parsed = parse_entries(value)
             live = []
@@ -437,7 +441,7 @@ class RedisIndex:
                     is_unknown = True
                 else:
                     live.append(holder)
-            decoded[value] = (tuple(live), parsed.malformed, stale)
+            decoded[value] = _Decoded(tuple(live), parsed.malformed, stale)
         return decoded, is_unknown
 
     def _node_table(self, deadline: Deadline, *, max_age_s: float) -> _NodeTable:
