@@ -437,7 +437,7 @@ class Engine:
         session = agent.session(maps_arena=True, role="decode")
         yield from agent.pull(keys, epoch)
         store = self.here(epoch).store
-        store.lease_chunks(session, SPEC.digest, keys, world.now_s)
+        store.look_up(session, SPEC.digest, keys, world.now_s, takes_lease=True)
         yield world.rng.expovariate(5.0)
         if world.chance(0.03):
             self.end(epoch, session, orderly=False)

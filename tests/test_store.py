@@ -18,6 +18,7 @@ from cacheservice.core.store import (
     AcquireAnswer,
     CommitResult,
     HeldChunk,
+    LookupLease,
     ReserveAnswer,
     ReserveRequestItem,
     ReserveResult,
@@ -100,6 +101,21 @@ class World:
     ) -> AcquireAnswer:
         return self.store.acquire(session, ONE.digest, [(k, 0, 0) for k in keys], now_s)
 
+    def lease(
+        self,
+        session: SessionId,
+        keys: Sequence[ChunkKey],
+        now_s: float,
+        *,
+        spec: NamespaceSpec = ONE,
+        superseded: int = 0,
+    ) -> LookupLease | None:
+        """What a lookup leases."""
+        _, lease = self.store.look_up(
+            session, spec.digest, keys, now_s, takes_lease=True, superseded=superseded
+        )
+        return lease
+
     def ready(self, keys: Sequence[ChunkKey], spec: NamespaceSpec = ONE) -> list[int]:
         """Positions of the chunks that are ready."""
         width = len(spec.groups)
@@ -131,7 +147,7 @@ def test_chunks_leased_by_a_lookup_survive_pressure(policy: str) -> None:
     world = World(16, policy=policy)
     kept = prompt("kept", 8)
     world.put(kept)
-    assert world.store.lease_chunks(B, ONE.digest, kept, 0.0) is not None
+    assert world.lease(B, kept, 0.0) is not None
     for i in range(20):
         world.put(prompt(f"other {i}", 8))
     assert world.ready(kept) == list(range(8))
@@ -174,7 +190,7 @@ def test_expire_ends_so_much_at_once_and_says_whether_more_is_due() -> None:
     keys = prompt("p", 4)
     world.put(keys)
     for _ in range(3):
-        world.store.lease_chunks(B, ONE.digest, keys, 0.0)
+        world.lease(B, keys, 0.0)
     world.reserve(prompt("q", 2), session=B)
     rounds = 1
     while world.store.expire(60.0, max_entries=5):
@@ -212,23 +228,21 @@ def test_lookup_lease_is_renewed_by_a_lookup_of_the_same_chunks_only() -> None:
     world = World(16)
     keys = prompt("p", 3)
     world.put(keys)
-    first = world.store.lease_chunks(B, ONE.digest, keys[:2], 0.0)
+    first = world.lease(B, keys[:2], 0.0)
     assert first is not None
-    renewed = world.store.lease_chunks(B, ONE.digest, keys[:2], 4.0, superseded=first.lease_id)
+    renewed = world.lease(B, keys[:2], 4.0, superseded=first.lease_id)
     assert renewed is not None
     assert not world.store.lease_holds(B, first.lease_id, 4.0)
     assert renewed.expires_at_s == first.expires_at_s + 4.0
     assert world.store.counts().lookup_lease_bytes == 2 * PAGE
-    other = world.store.lease_chunks(B, ONE.digest, keys, 5.0, superseded=renewed.lease_id)
+    other = world.lease(B, keys, 5.0, superseded=renewed.lease_id)
     assert other is not None
-    assert world.store.lease_holds(B, renewed.lease_id, 5.0), (
-        "another lease; the caller gives it back"
-    )
-    foreign = world.store.lease_chunks(A, ONE.digest, keys, 5.0, superseded=other.lease_id)
+    assert not world.store.lease_holds(B, renewed.lease_id, 5.0), "of other chunks; given back"
+    foreign = world.lease(A, keys, 5.0, superseded=other.lease_id)
     assert foreign is not None
     assert world.store.lease_holds(B, other.lease_id, 5.0), "not the session's own"
     world.store.check_invariants()
-    assert world.store.release(B, [renewed.lease_id, other.lease_id], 5.0) == [True, True]
+    assert world.store.release(B, [other.lease_id], 5.0) == [True]
     assert world.store.release(A, [foreign.lease_id], 5.0) == [True]
     assert world.store.counts().lookup_lease_bytes == 0
     world.store.check_invariants()
@@ -238,17 +252,17 @@ def test_lookup_leases_cover_at_most_their_share_in_distinct_bytes() -> None:
     world = World(16, limits=StoreLimits(max_lookup_lease_fraction=0.25))
     keys = prompt("p", 8)
     world.put(keys)
-    assert world.store.lease_chunks(B, ONE.digest, keys[:5], 0.0) is None
-    first = world.store.lease_chunks(B, ONE.digest, keys[:4], 0.0)
-    again = world.store.lease_chunks(A, ONE.digest, keys[:4], 0.0)
+    assert world.lease(B, keys[:5], 0.0) is None
+    first = world.lease(B, keys[:4], 0.0)
+    again = world.lease(A, keys[:4], 0.0)
     assert first is not None
     assert again is not None
-    assert world.store.lease_chunks(A, ONE.digest, keys[4:5], 0.0) is None
+    assert world.lease(A, keys[4:5], 0.0) is None
     assert world.store.counts().lookup_lease_bytes == 4 * PAGE
     world.store.release(B, [first.lease_id], 0.0)
-    assert world.store.lease_chunks(A, ONE.digest, keys[4:5], 0.0) is None
+    assert world.lease(A, keys[4:5], 0.0) is None
     world.store.release(A, [again.lease_id], 0.0)
-    assert world.store.lease_chunks(A, ONE.digest, keys[4:5], 0.0) is not None
+    assert world.lease(A, keys[4:5], 0.0) is not None
     assert world.store.counts().totals.num_refused_lookup_leases == 3
     world.store.check_invariants()
 
@@ -259,9 +273,7 @@ def test_oldest_lookup_leases_end_when_what_they_cover_grows_too_much() -> None:
     keys = prompt("grows", 2)
     for shard in ((0, 0), (0, 1)):
         world.commit(world.reserve(keys, spec=TWO, shard=shard))
-    leases = [
-        world.store.lease_chunks(B, TWO.digest, [key], float(i)) for i, key in enumerate(keys)
-    ]
+    leases = [world.lease(B, [key], float(i), spec=TWO) for i, key in enumerate(keys)]
     assert world.store.counts().lookup_lease_bytes == 4 * PAGE
     world.commit(world.reserve(keys[1:], spec=TWO, shard=(1, 0)))
     world.store.check_invariants()
@@ -293,7 +305,7 @@ def test_keys_given_twice_are_leased_and_let_go_alike() -> None:
     world = World()
     keys = prompt("p", 2)
     world.put(keys)
-    lease = world.store.lease_chunks(B, ONE.digest, keys * 2, 0.0)
+    lease = world.lease(B, keys * 2, 0.0)
     assert lease is not None
     assert world.store.counts().lookup_lease_bytes == 2 * PAGE
     world.store.release(B, [lease.lease_id], 0.0)
@@ -307,14 +319,14 @@ def test_number_of_leases_is_limited() -> None:
     world.acquire(prompt("p", 1))
     with pytest.raises(LimitReached, match="1 leases are open on 2 chunks and shards"):
         world.acquire(prompt("p", 1))
-    assert world.store.lease_chunks(B, ONE.digest, prompt("p", 1), 0.0) is None
+    assert world.lease(B, prompt("p", 1), 0.0) is None
 
 
 def test_entries_of_all_leases_are_limited() -> None:
     world = World(limits=StoreLimits(max_lease_entries=8, max_lookup_lease_fraction=1.0))
     keys = prompt("p", 4)
     world.put(keys)
-    lookup = world.store.lease_chunks(A, ONE.digest, keys, 0.0)
+    lookup = world.lease(A, keys, 0.0)
     assert lookup is not None
     first = world.acquire(keys[:1])
     with pytest.raises(LimitReached, match="limits are 65536 and 8"):
@@ -323,9 +335,9 @@ def test_entries_of_all_leases_are_limited() -> None:
         world.store.extend_lease(
             B, first.lease_id, ONE.digest, [1, 2], [(k, 0, 0) for k in keys[:2]], 0.0
         )
-    assert world.store.lease_chunks(B, ONE.digest, keys, 0.0) is None
+    assert world.lease(B, keys, 0.0) is None
     assert world.store.counts().totals.num_refused_lookup_leases == 1
-    renewed = world.store.lease_chunks(A, ONE.digest, keys, 0.0, superseded=lookup.lease_id)
+    renewed = world.lease(A, keys, 0.0, superseded=lookup.lease_id)
     assert renewed is not None, "takes no more than it had"
     world.store.check_invariants()
     world.store.release(A, [renewed.lease_id], 0.0)
@@ -733,7 +745,7 @@ def test_everything_of_a_session_ends_with_it() -> None:
     world = World()
     world.put(prompt("p", 2))
     world.acquire(prompt("p", 2))
-    world.store.lease_chunks(B, ONE.digest, prompt("p", 2), 0.0)
+    world.lease(B, prompt("p", 2), 0.0)
     world.reserve(prompt("q", 1), session=B)
     assert world.store.session_holdings(B) == (2, 1)
     world.store.end_session(B)

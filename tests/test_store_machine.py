@@ -380,15 +380,13 @@ class StoreMachine(RuleBasedStateMachine):
         asked = list(range(first, min(first + count, len(CHUNKS))))
         mine = [i for i, r in self.readers.items() if r.session == session and r.is_lookup]
         former = mine[-1] if renews and mine else 0
-        held = self.store.lease_holds(session, former, self.now)
-        lease = self.store.lease_chunks(
-            session, NS, [CHUNKS[c] for c in asked], self.now, superseded=former
+        codes, lease = self.store.look_up(
+            session, NS, [CHUNKS[c] for c in asked], self.now, takes_lease=True, superseded=former
         )
-        if held and not self.store.lease_holds(session, former, self.now):
-            assert lease is not None, "a lease went without one in its place"
-            assert self.readers.pop(former).chunks == [
-                c for c in asked if any((c, s) in self.ready() for s in SHARDS)
-            ]
+        assert codes == self.store.presence(NS, [CHUNKS[c] for c in asked])
+        if former:  # renewed or given back, whether it held or not
+            assert not self.store.lease_holds(session, former, self.now)
+            del self.readers[former]
         if lease is not None:
             ready = self.ready()
             there = [c for c in asked if any((c, s) in ready for s in SHARDS)]

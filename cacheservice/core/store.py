@@ -414,26 +414,6 @@ class Store:
         found = map(namespace.chunks.get, chunks, repeat(namespace.absent))
         return bytearray().join(map(_CODES_OF, found))
 
-    def lease_chunks(
-        self,
-        session: SessionId,
-        ns: NamespaceDigest,
-        chunks: Sequence[ChunkKey],
-        now_s: float,
-        *,
-        superseded: int = 0,
-    ) -> LookupLease | None:
-        """Lease those of `chunks` (prefix first) that have a ready shard; counts as an access where no lease held
-        before.
-
-        A lookup lease of the session on just these chunks, named by `superseded`, becomes the new lease and ends under
-        its old id. None when no shard is ready, or when lookup leases would cover more than their share of the arena.
-        """
-        owner = self._live_session(session)
-        namespace = self._open_namespace(ns)
-        found = list(map(namespace.chunks.get, chunks, repeat(namespace.absent)))
-        return self._lease_found(owner, namespace, found, now_s, superseded)
-
     def look_up(
         self,
         session: SessionId,
@@ -444,9 +424,12 @@ class Store:
         takes_lease: bool,
         superseded: int = 0,
     ) -> tuple[bytearray, LookupLease | None]:
-        """`presence` and `lease_chunks` in one walk; then `superseded` is released if it still is a lease.
+        """`presence`, and a lease on those of `chunks` (prefix first) that have a ready shard; it counts as an access
+        where no lease held before.
 
-        An unknown `superseded` is ignored.
+        No lease when no shard is ready, or when lookup leases would cover more than their share of the arena.
+        `superseded`, a lease of the session, is given back: if it is on just these chunks it becomes the new one, under
+        another id. An unknown one is ignored.
         """
         owner = self._live_session(session)
         namespace = self._open_namespace(ns)
