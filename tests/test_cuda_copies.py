@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import engines  # noqa: F401 - sets vLLM's environment
+import engines
 import pytest
 import torch
 from agent_process import AgentProcess, a_namespace, local_agent, target_of
@@ -31,6 +31,7 @@ from page_shapes import plain, shapes
 
 import cacheservice.connector.cuda_copies as module
 from cacheservice.client import (
+    AgentAdmin,
     CacheClient,
     ClientIdentity,
     Deadlines,
@@ -51,6 +52,8 @@ ROOT = Path(__file__).parent.parent
 
 SMALL = Staging(num_lanes=3, slab_bytes=512, bounce_bytes=128, max_rows=24)
 """Several transfers for some hundred bytes."""
+SMALL_STAGING = Staging(slab_bytes=32 * KIB, bounce_bytes=16 * KIB, max_rows=1024)
+"""Several transfers for a shard of a tiny model."""
 
 
 class Arena:
@@ -485,6 +488,36 @@ def test_shards_go_through_a_real_agent_and_come_back_as_they_were(plane, mood):
         assert node.client.state().data_plane == plane
 
 
+def test_every_piece_of_a_span_is_verified_before_any_page_is_written():
+    size = SHARD_BLOCKS * 2 * NODE_PAGE
+    with local_agent(cpu="64Mi") as agent, a_node(agent, "shared_memory") as node:
+        session = node.client._keeper.session()
+        assert session is not None
+        arena = session.plane._mapping.view  # type: ignore[attr-defined]
+        blocks, others = list(range(SHARD_BLOCKS)), list(range(40, 40 + SHARD_BLOCKS))
+        content = node.bytes_of(blocks)
+        before, untouched = node.pages.clone(), node.bytes_of(others)
+        for number in range(-(-size // MIB)):
+            key = bytes([number]) * 32
+            node.pages.copy_(before)
+            node.store(key, blocks, size)
+            at = bytes(arena).find(content[:64]) + number * MIB + 100
+            arena[at] ^= 1
+            sink = node.copier.runs(node.layout, others, after=node.copier.fence())
+            read = ShardRead(ChunkKey(key), 0, 0, size, 0, size, sink)
+            assert node.client.retrieve(node.spec.digest, [read])[0].reason is Reason.CHECKSUM
+            span = number * MIB // (4 * MIB)  # twelve pieces and a half: three spans
+            first = min(span, 2) * 4 * MIB // node.layout.block_bytes + 1
+            assert (
+                node.bytes_of(others[first : first + 5])
+                == untouched[
+                    first * node.layout.block_bytes : (first + 5) * node.layout.block_bytes
+                ]
+            )
+            with AgentAdmin(target_of(agent)) as admin:
+                admin.evict()
+
+
 def test_arena_is_unregistered_before_it_is_unmapped(caplog):
     """The fake GPU looks into the kernel's list of mappings when it is told to forget one."""
     with local_agent(cpu="16Mi") as agent, a_node(agent, "shared_memory") as node:
@@ -677,3 +710,41 @@ def test_gpu_without_room_for_staging_memory_is_refused_in_words(monkeypatch):
     monkeypatch.setattr(cuda_device, "torch", fake)
     with pytest.raises(UncacheableError, match=r"out of memory.* 65 MiB on the GPU .* lower --gpu"):
         cuda_device.cuda_copier(plain().views(plain().room()))
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_real_engine_with_these_copies_gives_the_same_tokens_cold_and_warm(monkeypatch):
+    """vLLM on CPU, its real pages behind the stand-in: a load that is reported before its bytes are there shows."""
+    rng = random.Random(4)
+    document = [rng.randrange(4, 1000) for _ in range(260)]
+    prompts = [
+        [*document[: rng.randrange(70, 260)], *(rng.randrange(4, 1000) for _ in range(30))]
+        for _ in range(12)
+    ]
+    with engines.engine(None) as control:
+        wanted = [answer.tokens for answer in control.generate(prompts)]
+    gpus: list[FakeGpu] = []
+
+    def copier(kv_caches: dict[str, Any]) -> CudaCopier:
+        gpus.append(FakeGpu(list(kv_caches.values()), mood="random", seed=len(gpus)))
+        return CudaCopier(gpus[-1], SMALL_STAGING)
+
+    monkeypatch.setattr("cacheservice.connector.connector.copier_for", copier)
+    patient = {"lookup_ms": 5000, "acquire_ms": 20000, "load_ms": 30000, "reserve_ms": 10000}
+    with AgentProcess(cpu="256Mi") as agent:
+        transfer = engines.transfer_config(socket_dir=str(agent.socket_dir), **patient)
+        for is_warm in (False, True):
+            with engines.engine(transfer) as subject:
+                answers = subject.generate(prompts)
+                subject.drain()
+                assert [answer.tokens for answer in answers] == wanted
+                totals = subject.totals()
+                if is_warm:
+                    assert totals["outcome/load/hit"] == len(prompts), totals
+                gpu = gpus[-1]
+                assert gpu.registered
+                assert {o.kind for o in gpu.transfers()} >= {"from_host" if is_warm else "to_host"}
+                assert not gpu.unfinished()
+                assert not gpu.violations
+            assert not gpu.registered
