@@ -105,11 +105,15 @@ def test_equal_answers_end_well_and_accuracy_is_told_per_subject_and_pass(run: R
 
 
 @pytest.mark.parametrize("when", ["warm", "shared"])
-def test_an_answer_that_the_cache_changes_fails_and_is_named(run: Run, when: str) -> None:
+@pytest.mark.parametrize("cold_lead", [2.0, 0.09])
+def test_an_answer_that_the_cache_changes_fails_and_is_named(
+    run: Run, when: str, cold_lead: float
+) -> None:
     def script(asked: Asked) -> Mapping[str, float]:
         is_then = asked.is_warm if when == "warm" else "shared" in asked.salt and not asked.times
-        # Still the right answer or not: what counts is that it differs from the cold one.
-        return wrong(asked.prompt, 0.0001) if asked.prompt == FIRST and is_then else right(asked)
+        if asked.prompt != FIRST:
+            return right(asked)
+        return wrong(FIRST, 0.0001) if is_then else says(RIGHT[FIRST], cold_lead)
 
     with serving(ScriptedEngine(script)) as engine:
         ran = run("--url", engine.url)
@@ -119,7 +123,10 @@ def test_an_answer_that_the_cache_changes_fails_and_is_named(run: Run, when: str
     assert "DIFFERENT arithmetic_in_words" in ran.out
     assert FIRST_PLACE in ran.out
     assert "gap 0.0001" in ran.out
-    assert "--control-url" in ran.out, "a near-tie may be rounding: the remedy is named"
+    assert ("--control-url" in ran.out) == (cold_lead < 0.1), "only a near-tie may be rounding"
+    assert "arithmetic_in_words 11 100.0 %" in ran.out
+    assert [row["num_different"] for row in as_json.json["subjects"]] == [1, 0, 0, 0, 0, 0]
+    assert not any(row["num_ties"] for row in as_json.json["subjects"])
     (named,) = as_json.json["different"]
     assert named["place"].endswith(FIRST_PLACE)
     assert named["verdicts"][when] == "different"
@@ -146,7 +153,10 @@ def test_an_engine_that_does_not_repeat_itself_cold_gives_a_tie(run: Run) -> Non
 
     with serving(ScriptedEngine(script)) as engine:
         ran = run("--url", engine.url)
+        as_json = run("--url", engine.url, "--json").json
     assert ran.code == 0
+    assert [row["num_ties"] for row in as_json["subjects"]] == [1, 0, 0, 0, 0, 0]
+    assert not any(row["num_different"] for row in as_json["subjects"])
     assert "tie arithmetic_in_words" in ran.out
     assert f"1 of {NUM_QUESTIONS} questions are ties" in ran.out
     assert f"0 of {NUM_QUESTIONS} questions are answered differently" in ran.out
@@ -277,6 +287,17 @@ def test_where_controls_differ_only_a_clear_lead_fails(
         ran = run("--url", engine.url, "--control-url", control.url)
     assert ran.code == code
     assert verdict in ran.out
+
+
+def test_a_near_tie_fails_where_controls_agree_and_no_other_control_is_asked_for(run: Run) -> None:
+    with (
+        serving(ScriptedEngine(lambda asked: wrong(asked.prompt, 0.01))) as engine,
+        serving(ScriptedEngine(lambda asked: says(RIGHT[asked.prompt], 0.01))) as control,
+    ):
+        ran = run("--url", engine.url, "--control-url", control.url, "--limit", "1")
+    assert ran.code == 1
+    assert "6 of 6 questions ARE ANSWERED DIFFERENTLY" in ran.out
+    assert "--control-url" not in ran.out
 
 
 def test_too_many_ties_are_no_verdict(run: Run) -> None:

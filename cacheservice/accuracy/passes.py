@@ -7,7 +7,7 @@
 With a control, an engine without our cache, each question is asked there twice in a row under a salt of its own: first
 it computes the whole prompt, then its own prefix cache splits the work the way a load from our cache does. Without one,
 the cold pass is the control, and a question whose answers differ is asked cold again, to see whether the engine repeats
-itself at all. So nothing has to be restarted, and other traffic does no harm. Called by the CLI.
+itself at all. So nothing has to be restarted, and other traffic may go on. Called by the CLI.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cacheservice.accuracy.endpoint import (
 )
 from cacheservice.accuracy.prompts import build_prompt
 from cacheservice.accuracy.questions import Question, Subject
-from cacheservice.accuracy.verdicts import Verdict, all_agree, judge
+from cacheservice.accuracy.verdicts import Verdict, all_agree, all_near, judge
 
 NUM_RECHECKS = 2
 """How often a question that differs is asked cold again when there is no control."""
@@ -96,6 +96,16 @@ class Answered:
     def differs(self) -> bool:
         """Whether an answer can't be that of an engine without cache."""
         return Verdict.DIFFERENT in self.verdicts.values()
+
+    @property
+    def is_near(self) -> bool:
+        """Whether rounding may explain all that differs."""
+        verdicts = self.verdicts
+        return all(
+            all_near([reply.choice, self.control])
+            for name, reply in self.replies.items()
+            if verdicts.get(name) is Verdict.DIFFERENT
+        )
 
     @property
     def is_tie(self) -> bool:

@@ -30,9 +30,12 @@ def judge(choice: Choice, controls: Sequence[Choice]) -> Verdict:
         return Verdict.SAME if choice.said == controls[0].said else Verdict.DIFFERENT
     if choice.said in {control.said for control in controls}:
         return Verdict.TIE
-    gaps = [answer.gap for answer in (choice, controls[0])]
-    is_near = all(gap is not None and gap < GAP_LIMIT for gap in gaps)
-    return Verdict.TIE if is_near else Verdict.DIFFERENT
+    return Verdict.TIE if all_near([choice, controls[0]]) else Verdict.DIFFERENT
+
+
+def all_near(choices: Sequence[Choice]) -> bool:
+    """Whether each answer is known to lead by so little that rounding may have decided."""
+    return all(choice.gap is not None and choice.gap < GAP_LIMIT for choice in choices)
 
 
 def all_agree(controls: Sequence[Choice]) -> bool:
