@@ -27,6 +27,7 @@ from cacheservice.core.layout import GroupShape, NamespaceSpec, build_namespace
 from cacheservice.core.outcomes import Presence
 from cacheservice.core.store import (
     CommitResult,
+    HeldChunk,
     ReserveRequestItem,
     ReserveResult,
     SessionId,
@@ -208,8 +209,12 @@ class Agent:
             yield self.world.rng.uniform(0.1, 0.6)
 
     def note_all(self) -> None:
-        for namespace, chunk, bitmap in self.store.all_held():
+        for namespace, chunk, bitmap in self.held():
             self.waiting.setdefault((namespace, chunk), bitmap)
+
+    def held(self) -> list[HeldChunk]:
+        ((namespace, keys),) = self.store.chunk_keys(None)
+        return self.store.held(namespace, keys)
 
     def check(self) -> None:
         if self.is_up:
@@ -220,7 +225,7 @@ class Agent:
 
     def flip_a_bit(self) -> None:
         """Damage a ready shard's first byte, as bad memory would."""
-        held = list(self.store.all_held())
+        held = self.held()
         if not held:
             return
         _, chunk, _ = self.world.rng.choice(held)
@@ -537,7 +542,7 @@ def settle(world: World, fleet: dict[str, Agent], index: MemoryIndexStore) -> No
         assert left == (0, 0, 0, 0), f"left over on {name}: {counts}"
         assert counts.num_sessions == 1, "a session outlived its engine"
         assert counts.used_bytes == counts.ready_bytes, "bytes leaked"
-        for _, chunk, bitmap in agent.store.all_held():
+        for _, chunk, bitmap in agent.held():
             live[chunk, agent.number] = bitmap
     reader = MemoryIndex(index)
     known = [ChunkKey(chunk) for _, chunk in index.values]

@@ -97,7 +97,7 @@ def test_refilling_with_other_sizes_reaches_95_percent(
     specs = [open_shape(store, f"old {size}", size, rng.randint(1, 2)) for size in old]
     fill(store, specs, rng, ARENA_PAGES * PAGE * 3 // 2)
     if evict:
-        held = [h.chunk for h in store.all_held()]
+        held = [chunk for _, keys in store.chunk_keys(None) for chunk in keys]
         for spec in specs:
             store.evict(spec.digest, rng.sample(held, len(held) // 2))
     specs = [open_shape(store, f"new {size}", size) for size in new]

@@ -25,8 +25,6 @@ _log = logging.getLogger(__name__)
 BATCH = 1000
 _MAX_WAITING = 200_000
 """Chunks remembered while the index is away; about 40 MB. Above it, all is announced again instead."""
-_MAX_CHANGED = 1_000_000
-"""Chunks that changed while all is announced again; above it, that begins anew."""
 _COALESCE_S = 0.02
 _HEARTBEAT_S = 3.0
 _REFRESH_S = 2400.0
@@ -37,6 +35,10 @@ _MAX_BACK_OFF_S = 5.0
 _TURN_S = 1.0
 """How long announcing may go on before the next look at the clock; well below the node lease of 10 s."""
 _REJOIN_AFTER_FAILURES = 3
+
+
+_Keys = tuple[NamespaceDigest, Sequence[ChunkKey]]
+"""Some chunks of one namespace."""
 
 
 class Announcer:
@@ -62,11 +64,8 @@ class Announcer:
         self._waiting: dict[tuple[NamespaceDigest, ChunkKey], int] = {}
         self._tell_all = False
         """True: begin to announce everything, as soon as the index answers."""
-        self._retold: Iterator[Sequence[HeldChunk]] = iter(())
-        """What is still to be announced again, as it was when that began."""
-        self._changed_since: set[tuple[NamespaceDigest, ChunkKey]] = set()
-        """Chunks whose state in `_retold` is out of date: their change was, or will be, told by itself."""
-        self._is_retelling = False
+        self._retold: Iterator[_Keys] | None = None
+        """What is still to be announced again; None when that is done."""
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._withdrawn = threading.Event()
@@ -85,13 +84,9 @@ class Announcer:
         with self._lock:
             for change in changes:
                 self._waiting[change.namespace, change.chunk] = change.bitmap
-            if self._is_retelling:
-                self._changed_since.update((c.namespace, c.chunk) for c in changes)
-            if len(self._waiting) > _MAX_WAITING or len(self._changed_since) > _MAX_CHANGED:
+            if len(self._waiting) > _MAX_WAITING:
                 # What was withdrawn and is forgotten here expires in the index by itself, or its owner refuses it.
                 self._waiting.clear()
-                self._changed_since.clear()
-                self._is_retelling = False
                 self._tell_all = True
                 self.num_overflows += 1
         self._wake.set()
@@ -178,37 +173,37 @@ class Announcer:
         """Announce what is held, a batch at a time, changes first, for a moment: heartbeats must go on."""
         if self._tell_all:
             self._tell_all = False
-            with self._guarded.reading() as store, self._lock:
-                # Both locks: a change after this must be known to be newer than this.
-                held = list(store.all_held())
-                self._changed_since.clear()
-                self._is_retelling = True
-            self._retold = _batches(held)
+            self._retold = self._all_keys()
         until_s = self._clock() + _TURN_S
-        while self._is_retelling and not self._tell_all and not self._stopping.is_set():
+        while self._retold is not None and not self._tell_all and not self._stopping.is_set():
             if self._clock() >= until_s:
                 return
-            batch = next(self._retold, None)
-            if batch is None:
-                with self._lock:
-                    self._is_retelling = False
-                    self._changed_since.clear()
+            keys = next(self._retold, None)
+            if keys is None:
+                self._retold = None
                 return
             started_s = self._clock()
-            with self._lock:
-                fresh = [
-                    Announcement(*held)
-                    for held in batch
-                    if (held.namespace, held.chunk) not in self._changed_since
-                ]
+            # As it is now: what changes after this is told after this.
+            with self._guarded.reading() as store:
+                held = store.held(*keys)
             try:
-                self._index.announce(fresh)
+                self._index.announce([Announcement(*chunk) for chunk in held])
             except IndexUnavailable:
                 self._tell_all = True
                 raise
             # Slowly, so that agents that all come back do not drown the index.
             self._stopping.wait(max(0.0, BATCH / _REANNOUNCED_PER_S - (self._clock() - started_s)))
             self._send_waiting()
+
+    def _all_keys(self) -> Iterator[_Keys]:
+        """Keys of everything that is here now, in batches. Holds the core lock for a copy of the keys only."""
+        with self._guarded.reading() as store:
+            every = store.chunk_keys(None)
+        return (
+            (namespace, keys[start : start + BATCH])
+            for namespace, keys in every
+            for start in range(0, len(keys), BATCH)
+        )
 
     def _send_waiting(self) -> None:
         until_s = self._clock() + _TURN_S
@@ -219,7 +214,7 @@ class Announcer:
             self._send(batch)
 
     def _has_more(self) -> bool:
-        return self._is_retelling or self._tell_all or bool(self._waiting)
+        return self._retold is not None or self._tell_all or bool(self._waiting)
 
     def _take_batch(self) -> list[Announcement]:
         with self._lock:
@@ -239,22 +234,14 @@ class Announcer:
         """Take our entries out while there is time, then the node: what is left then is dead in one step."""
         try:
             if self.node_number:
-                with self._guarded.reading() as store:
-                    held = list(store.all_held())
-                for batch in _batches(held):
+                for namespace, keys in self._all_keys():
                     if self._clock() >= self._deadline:
-                        _log.warning(
-                            "drain ran out of time; entries left to expire num=%d", len(held)
-                        )
+                        _log.warning("drain ran out of time; the rest of our entries expires")
                         break
-                    self._index.announce([Announcement(h.namespace, h.chunk, 0) for h in batch])
+                    self._index.announce([Announcement(namespace, chunk, 0) for chunk in keys])
                 self._index.leave()
             self._withdrawn.set()
         except IndexUnavailable as error:
             _log.warning(
                 "index unavailable at drain; our entries expire by themselves error=%s", error
             )
-
-
-def _batches(held: Sequence[HeldChunk]) -> Iterator[Sequence[HeldChunk]]:
-    return (held[start : start + BATCH] for start in range(0, len(held), BATCH))

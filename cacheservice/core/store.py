@@ -14,7 +14,7 @@ announce what `take_changes` returns.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import repeat
@@ -828,13 +828,17 @@ class Store:
             ),
         )
 
-    def all_held(self) -> Iterator[HeldChunk]:
-        """Everything that is ready here. Take it in one go under the lock: the store must not change meanwhile."""
-        for namespace in self._namespaces.values():
-            digest = namespace.spec.digest
-            for key, chunk in namespace.chunks.items():
-                if chunk.ready:
-                    yield HeldChunk(digest, key, chunk.ready)
+    def held(self, ns: NamespaceDigest, chunks: Sequence[ChunkKey]) -> list[HeldChunk]:
+        """What is ready of these chunks; those of which nothing is, and a namespace that is not open, are left out."""
+        namespace = self._namespaces.get(ns)
+        if namespace is None:
+            return []
+        found = map(namespace.chunks.get, chunks, repeat(namespace.absent))
+        return [
+            HeldChunk(ns, key, chunk.ready)
+            for key, chunk in zip(chunks, found, strict=True)
+            if chunk.ready
+        ]
 
     def chunk_keys(
         self, ns: NamespaceDigest | None
