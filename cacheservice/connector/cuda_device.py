@@ -112,12 +112,12 @@ class TorchGpu:
         """See `Gpu`. A refusal leaves an error in this thread's CUDA state, so the thread should end after it."""
         self.prepare_thread()
         flags = _HOST_REGISTER_PORTABLE | _HOST_REGISTER_MAPPED
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, flags)))
+        _demand(torch.cuda.cudart().cudaHostRegister(address, num_bytes, flags), "cudaHostRegister")
 
     def unregister(self, address: int) -> None:
         """See `Gpu`."""
         self.prepare_thread()
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
+        _demand(torch.cuda.cudart().cudaHostUnregister(address), "cudaHostUnregister")
 
     def table(self, grain: int) -> Any:
         """The pages as rows of `grain` bytes."""
@@ -210,6 +210,12 @@ class TorchLane:
     def drain(self) -> None:
         """See `Lane`."""
         self._stream.synchronize()
+
+
+def _demand(answer: Any, call: str) -> None:
+    """Raise RuntimeError when CUDA's runtime answered with an error; the numbers are those of cudaError_t."""
+    if int(answer):
+        raise RuntimeError(f"{call} answered with CUDA error {int(answer)}")
 
 
 def _host_bytes(address: int, num_bytes: int) -> Any:
