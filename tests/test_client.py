@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
+from agent_process import local_agent, target_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_agent import ScriptedAgent
@@ -37,6 +38,7 @@ from cacheservice.client import (
 from cacheservice.client.copy import piece_checksum
 from cacheservice.client.deadlines import Deadline, Watch
 from cacheservice.client.plane import LeasedRead, ReservedWrite
+from cacheservice.client.session import GOODBYE_S, SessionKeeper
 from cacheservice.client.stream import (
     StreamPlane,
     _IncomingRange,
@@ -46,6 +48,7 @@ from cacheservice.client.stream import (
 from cacheservice.core.keys import ChunkKey, short_hex
 from cacheservice.core.layout import GroupShape, build_namespace
 from cacheservice.core.outcomes import Outcome, OutcomeKind, Presence, Reason
+from cacheservice.core.store import Store
 from cacheservice.errors import ConfigError
 from cacheservice.v1 import cache_pb2
 
@@ -858,6 +861,53 @@ def test_outcomes_reach_the_agent_and_are_repeated_after_a_reconnect(
         assert sum(len(p.outcomes) for p in second.pings) == 3
     finally:
         second.stop()
+
+
+def test_outcomes_of_the_last_calls_are_sent_before_a_close(
+    agent: ScriptedAgent, connect: Any
+) -> None:
+    client = connect()
+    until(lambda: agent.pings, "a ping, so that the next one is not due at once")
+    for number in range(300):
+        client.report(Outcome(OutcomeKind.LOAD, Reason.HIT, f"r{number}", 1, 1, 1))
+    client.close()
+    told = [o.request_id for ping in agent.pings for o in ping.outcomes]
+    assert told == [f"r{number}" for number in range(300)]
+
+
+def test_close_does_not_wait_long_for_an_agent_that_is_silent(
+    agent: ScriptedAgent, connect: Any, monkeypatch: Any
+) -> None:
+    client = connect()
+    waits: list[float] = []
+    original = SessionKeeper._next_event
+
+    def noted(keeper: Any, link: Any, timeout_s: float) -> object | None:
+        waits.append(timeout_s)
+        return original(keeper, link, timeout_s)
+
+    monkeypatch.setattr(SessionKeeper, "_next_event", noted)
+    agent.answers_pings = False
+    client.report(Outcome(OutcomeKind.LOAD, Reason.HIT, "r", 1, 1, 1))
+    client.close()
+    assert any(p.outcomes for p in agent.pings)
+    assert client.state() == ClientState(False, None, None, 0, "closed")
+    assert waits[-1] <= GOODBYE_S
+
+
+def test_acquire_that_is_refused_for_too_many_leases_has_no_space(monkeypatch: Any) -> None:
+    with local_agent() as agent:
+        client = CacheClient(target_of(agent), TOOL)
+        client.open_namespace(SPEC)
+        client.start()
+        try:
+            assert client.wait_connected(30)
+            client.store(SPEC.digest, [write_of(0)])
+            monkeypatch.setattr(Store, "_has_lease_room", lambda *_: False)
+            (result,) = client.retrieve(SPEC.digest, [read_of(0, bytearray(SHARD_BYTES))])
+            assert result.reason is Reason.NO_SPACE
+        finally:
+            client.close()
 
 
 def test_outcomes_are_bounded(socket_dir: Path, connect: Any) -> None:

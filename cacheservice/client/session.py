@@ -62,6 +62,8 @@ FIRST_PAUSE_S = 0.05
 MAX_PING_INTERVAL_S = 3.0
 SILENCE_S = 10.0
 """An agent that leaves a ping unanswered for so long is taken for dead."""
+GOODBYE_S = 0.5
+"""How long a close waits at most for the agent's word on outcomes that no ping carried before."""
 
 _Answer = TypeVar("_Answer")
 
@@ -73,9 +75,11 @@ _REASONS = {
     grpc.StatusCode.ABORTED: Reason.LEASE_LOST,
 }
 _STORING = frozenset({"OpenNamespace", "Reserve", "Write", "Commit", "Abort"})
-"""Calls for which RESOURCE_EXHAUSTED is NO_SPACE: nothing can be taken now. For all others it is DEADLINE: an agent out
-of call slots or leases holds what is asked for as before, and only can't serve it in time. Not AGENT_DOWN, because the
-session lives."""
+"""Calls for which RESOURCE_EXHAUSTED is NO_SPACE: nothing can be taken now. For all others it is DEADLINE, unless the
+agent says that it has too many leases: an agent out of call slots holds what is asked for as before, and only can't
+serve it in time. Not AGENT_DOWN, because the session lives."""
+_TOO_MANY_LEASES = " leases are open on "
+"""In the agent's words when it refuses another one (core/store.py)."""
 
 
 _UNANSWERED = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
@@ -142,7 +146,8 @@ class Session:
             self._note_closed(details)
             return Reason.NO_SPACE if method in _STORING else Reason.ABSENT
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            reason = Reason.NO_SPACE if method in _STORING else Reason.DEADLINE
+            is_full = method in _STORING or _TOO_MANY_LEASES in details
+            reason = Reason.NO_SPACE if is_full else Reason.DEADLINE
         else:
             reason = _REASONS.get(code, Reason.INTERNAL)
         if self._ended is not None and reason is Reason.AGENT_DOWN:
@@ -378,6 +383,8 @@ class SessionKeeper:
             self._make_invisible(session)
             session.end(Reason.AGENT_DOWN)
             session.plane.retire()
+            if self._is_closed():
+                self._say_goodbye(link)
             link.close()
             self._take_back_outcomes()
 
@@ -630,6 +637,20 @@ class SessionKeeper:
             )
             if not has_more:
                 return
+
+    def _say_goodbye(self, link: _Link) -> None:
+        """Send the outcomes of the last calls, which would be lost with this client, and wait for the pong."""
+        with self._changed:
+            if not self._outcomes:
+                return
+        deadline = Deadline(self._clock, GOODBYE_S)
+        self._ping(link, self._clock())
+        while self._unanswered and not deadline.has_passed():
+            event = self._next_event(link, deadline.left_s())
+            if isinstance(event, _Ended):
+                return
+            if event is not None:
+                self._unanswered.popleft()
 
     def _take_back_outcomes(self) -> None:
         """Queue again, first in line, what a session that ended did not confirm."""
