@@ -252,7 +252,9 @@ def test_full_pins_cost_no_look_at_block_tables(make, cache):
     looked = []
     state = SimpleNamespace(get_block_ids=looked.append, boundary_state_offloads={})
     scheduled = dict.fromkeys(harness.scheduler.requests, 1)
-    output = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
+    output = SimpleNamespace(
+        num_scheduled_tokens=scheduled, kv_connector_block_state=state, has_sync_kv_loads=False
+    )
     assert harness.half.build_metadata(output).saves == []
     assert looked == []
     gate.set()
@@ -766,6 +768,7 @@ def save_before_the_tokens_are_computed(monkeypatch):
         ahead = SimpleNamespace(
             num_scheduled_tokens={r: n + 8 for r, n in output.num_scheduled_tokens.items()},
             kv_connector_block_state=output.kv_connector_block_state,
+            has_sync_kv_loads=False,
         )
         return original(self, plan, saves, ahead)
 

@@ -96,6 +96,7 @@ def specs():
         "sink": kv.SinkFullAttentionSpec(**common, sink_len=4),
         "mamba": kv.MambaSpec(**state, mamba_cache_mode="align"),
         "scattered states": kv.MambaSpec(**state, mamba_cache_mode="none"),
+        "drafted states": kv.MambaSpec(**state, mamba_cache_mode="align", num_speculative_blocks=2),
         "hidden": kv.HiddenStateCacheSpec(**{**common, "num_kv_heads": 1}),
         "compressed": kv.MLAAttentionSpec(**{**common, "num_kv_heads": 1}, tokens_per_state=4),
         "odd": kv.MLAAttentionSpec(**{**common, "num_kv_heads": 1}, tokens_per_state=5),
@@ -119,6 +120,7 @@ WHY_NOT = {
     "odd": "one state per 5 tokens",
     "non-causal": "attends to later tokens",
     "scattered states": "mode 'none'",
+    "drafted states": "--speculative-config",
 }
 
 

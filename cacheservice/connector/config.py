@@ -7,6 +7,7 @@ a ConfigError that names the key and the remedy, so that a typing error never be
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,7 +87,7 @@ class ConnectorConfig:
     role: str = "both"
     """prefill, decode or both; a label for status pages and metrics, every role stores and retrieves."""
     engine_name: str = ""
-    """Shown by the agent; empty: made from host name and process id."""
+    """Shown by the agent, with `-dpN` for rank N of a data parallel group; empty: made of host and process id."""
     checksums: str = "always"
     """always, or remote: only for bytes that crossed a machine."""
     tls_cert: Path | None = None
@@ -95,8 +96,10 @@ class ConnectorConfig:
     deadlines: ConnectorDeadlines = field(default_factory=ConnectorDeadlines)
 
 
-def parse_extra_config(extra: Mapping[str, Any], *, kv_role: str | None) -> ConnectorConfig:
-    """Check `extra` key by key; `kv_role` of the transfer config gives the default role. Raises ConfigError."""
+def parse_extra_config(
+    extra: Mapping[str, Any], *, kv_role: str | None, engine_id: str | None = None
+) -> ConnectorConfig:
+    """Check `extra` key by key; `kv_role` and `engine_id` are those of the transfer config. Raises ConfigError."""
     for key in extra:
         if key not in KEYS:
             near = difflib.get_close_matches(str(key), KEYS, n=1)
@@ -127,13 +130,20 @@ def parse_extra_config(extra: Mapping[str, Any], *, kv_role: str | None) -> Conn
         tensor_parallel_sizes=_sizes(extra),
         salt=_text(extra, "salt"),
         role=_choice(extra, "role", ("prefill", "decode", "both"), _role_of(kv_role)),
-        engine_name=_text(extra, "engine_name"),
+        engine_name=_name_of_rank(_text(extra, "engine_name"), engine_id),
         checksums=_choice(extra, "checksums", ("always", "remote"), "always"),
         tls_cert=_path(tls["tls_cert"]),
         tls_key=_path(tls["tls_key"]),
         tls_ca=_path(tls["tls_ca"]),
         deadlines=_deadlines(extra),
     )
+
+
+def _name_of_rank(name: str, engine_id: str | None) -> str:
+    """Engines of one data parallel group have the same extra config; vLLM tells them apart by the end of engine_id
+    (vLLM 0.32, v1/engine/core.py `run_engine_core`)."""
+    rank = re.search(r"_dp(\d+)$", engine_id or "")
+    return f"{name}-dp{rank[1]}" if name and rank else name
 
 
 def _role_of(kv_role: str | None) -> str:

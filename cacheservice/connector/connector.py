@@ -37,7 +37,7 @@ from cacheservice.client import (
     Role,
     TlsFiles,
 )
-from cacheservice.connector.checks import caution_of, check_engine
+from cacheservice.connector.checks import caution_of, check_engine, saves_prompts_only
 from cacheservice.connector.config import ConnectorConfig, parse_extra_config
 from cacheservice.connector.copies import copier_for
 from cacheservice.connector.groups import REMEDY, check_groups, name_of
@@ -73,7 +73,9 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
         _log_with_vllm()
         transfer = vllm_config.kv_transfer_config
         self._config = parse_extra_config(
-            transfer.kv_connector_extra_config or {}, kv_role=transfer.kv_role
+            transfer.kv_connector_extra_config or {},
+            kv_role=transfer.kv_role,
+            engine_id=transfer.engine_id,
         )
         check_engine(vllm_config)
         self._refusal = _refusal_of(kv_cache_config)
@@ -85,7 +87,10 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             client = build_client(self._config, Half.SCHEDULER, rank=0)
             self._scheduler = SchedulerHalf(
-                self._config, client, num_ranks=vllm_config.parallel_config.world_size
+                self._config,
+                client,
+                num_ranks=vllm_config.parallel_config.world_size,
+                saves_prompts_only=saves_prompts_only(vllm_config),
             )
             self._client = client
             if self._refusal:

@@ -92,12 +92,14 @@ class SchedulerHalf:
         client: Any,
         *,
         num_ranks: int,
+        saves_prompts_only: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Own `client` (closed with this half). Nothing is started before the first plan."""
         self._config = config
         self._client = client
         self._num_ranks = num_ranks
+        self._saves_prompts_only = saves_prompts_only
         self._clock = clock
         self._limits = Limits(
             lookup_s=config.deadlines.lookup_s, pending_s=config.deadlines.pending_s
@@ -185,11 +187,14 @@ class SchedulerHalf:
         now = self._clock()
         tracked = _Tracked(request, RequestState(request.request_id, arrived_at=now))
         self._tracked[request.request_id] = tracked
-        # A streaming session changes its tokens under way.
-        tracked.is_skipped = bool(request.skip_reading_prefix_cache) or bool(
-            getattr(request, "resumable", False)
+        # A streaming session changes its tokens under way. An adapter that replaced another of the same name and path
+        # has that one's keys: vLLM's server marks all its requests from then on (vLLM 0.32, openai/models/serving.py).
+        adapter = request.lora_request
+        is_uncacheable = bool(getattr(request, "resumable", False)) or (
+            adapter is not None and adapter.load_inplace
         )
-        tracked.state.saves_forbidden = bool(getattr(request, "resumable", False))
+        tracked.is_skipped = bool(request.skip_reading_prefix_cache) or is_uncacheable
+        tracked.state.saves_forbidden = is_uncacheable
         if self._plan is None:
             return
         params = getattr(request, "kv_transfer_params", None)
@@ -326,7 +331,7 @@ class SchedulerHalf:
             return
         state, request, tokens = tracked.state, tracked.request, self._plan.tokens_per_chunk
         complete = min(
-            min(request.num_computed_tokens, request.num_tokens) // tokens, len(state.keys)
+            min(request.num_computed_tokens, self._num_savable(request)) // tokens, len(state.keys)
         )
         unsaved = sum(
             any(
@@ -378,18 +383,20 @@ class SchedulerHalf:
         block_state = scheduler_output.kv_connector_block_state
         scheduled = scheduler_output.num_scheduled_tokens
         offered = block_state.boundary_state_offloads
+        unproven = _loaded_by_others(scheduler_output)
         # Requests of offers that compute nothing now have just been loaded: their pages are complete.
         for request_id in (*scheduled, *(r for r in offered if r not in scheduled)):
             if not saves.has_room(chunk_blocks):
                 break  # the others have their turn in a later step; a look at every block table costs milliseconds
             tracked = self._tracked.get(request_id)
-            if tracked is None or tracked.state.saves_forbidden:
+            if tracked is None or tracked.state.saves_forbidden or request_id in unproven:
                 continue
             request, state = tracked.request, tracked.state
             # num_computed_tokens is not advanced yet: after this step's forward pass the cache is valid up to here.
             # Draft tokens and placeholders are not in num_tokens, so they are never saved.
             valid = min(
-                request.num_computed_tokens + scheduled.get(request_id, 0), request.num_tokens
+                request.num_computed_tokens + scheduled.get(request_id, 0),
+                self._num_savable(request),
             )
             complete = valid // plan.tokens_per_chunk
             if complete <= state.next_save and request_id not in offered:
@@ -402,6 +409,10 @@ class SchedulerHalf:
             if table is not None and (offers or complete > state.next_save):
                 saves.choose(state, plan, complete, table, offers)
         return saves.take_jobs(plan)
+
+    def _num_savable(self, request: Any) -> int:
+        """Tokens of which pages may be stored once they are computed."""
+        return int(request.num_prompt_tokens if self._saves_prompts_only else request.num_tokens)
 
     def turn_off(self, why: str) -> None:
         """This engine's model can't be cached: say so once, and answer nothing from now on."""
@@ -601,3 +612,12 @@ class SchedulerHalf:
     def _take_id(self) -> int:
         self._next_id += 1
         return self._next_id
+
+
+def _loaded_by_others(scheduler_output: Any) -> frozenset[str]:
+    """Requests whose pages another connector (under MultiConnector) writes during this very step. Whether it could is
+    known after the step only, so they are saved in a later one; our own loads are asynchronous and never among them."""
+    if not scheduler_output.has_sync_kv_loads:
+        return frozenset()
+    admitted = [request.req_id for request in scheduler_output.scheduled_new_reqs]
+    return frozenset([*admitted, *scheduler_output.scheduled_cached_reqs.resumed_req_ids])
