@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheservice.agent.lookups import _promised
+from cacheservice.agent.lookups import _overlay, _promised
 from cacheservice.core.layout import GroupKind, GroupShape, GroupSpec, build_namespace
 from cacheservice.core.outcomes import Presence
 from cacheservice.core.prefix import hit_tokens
@@ -47,3 +47,15 @@ def test_a_promise_is_the_least_that_a_hit_of_its_length_reads(
         codes[position] = Presence.ABSENT
         assert hit(codes) < num_chunks * CHUNK
         codes[position] = Presence.READY_HERE
+
+
+@given(st.lists(st.tuples(*[st.sampled_from(Presence)] * 2), max_size=40), st.integers(0, 40))
+def test_only_what_is_absent_here_is_marked_as_seen_elsewhere(
+    pairs: list[tuple[Presence, Presence]], num_waited_for: int
+) -> None:
+    presence = bytearray(here for here, _ in pairs)[:num_waited_for]
+    _overlay(presence, bytearray(there for _, there in pairs))
+    assert list(presence) == [
+        there if here is Presence.ABSENT and there is Presence.READY_ELSEWHERE else here
+        for here, there in pairs[:num_waited_for]
+    ]

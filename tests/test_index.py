@@ -18,6 +18,7 @@ from index_worlds import (
 from redis_server import RedisServer
 
 from cacheservice.core.keys import ChunkKey, NamespaceDigest
+from cacheservice.core.layout import GroupShape, build_namespace
 from cacheservice.errors import ConfigError, IndexUnavailable
 from cacheservice.index.entry import MAX_HOLDERS
 from cacheservice.index.memory import MemoryIndex, MemoryIndexStore
@@ -108,6 +109,37 @@ def test_announcing_again_replaces_and_an_empty_bitmap_withdraws(world: World) -
     assert [(h.node, h.bitmap) for h in holders(reader, 1)[0]] == [(b_number, 0b10)]
     b.announce([announcement(1, 0)])
     assert holders(reader, 1) == [()]
+
+
+def test_groups_of_one_chunk_are_told_by_each_holder_as_it_has_them(world: World) -> None:
+    """Eight shards of attention and eight of a state: most chunks have the first part only, some the second later."""
+    spec = build_namespace(
+        {"index": "hybrid"}, tokens_per_chunk=256,
+        groups=[GroupShape("full", 8, 100), GroupShape("recurrent", 8, 300)],
+    )  # fmt: skip
+    attention = sum(1 << spec.shard_bit(0, shard) for shard in range(8))
+    state = sum(1 << spec.shard_bit(1, shard) for shard in range(8))
+    a, a_number = joined(world, "a")
+    b, b_number = joined(world, "b")
+    reader = world.agent()
+
+    def found() -> list[dict[int, int]]:
+        return [{h.node: h.bitmap for h in each} for each in holders(reader, 1, 2, 3)]
+
+    a.announce([announcement(n, attention) for n in (1, 2, 3)])
+    b.announce([announcement(2, state), announcement(3, 1 << spec.shard_bit(1, 7))])
+    assert found() == [
+        {a_number: attention},
+        {a_number: attention, b_number: state},
+        {a_number: attention, b_number: 1 << 15},
+    ]
+    a.announce([announcement(3, attention | state)])
+    b.announce([announcement(2, 0)])
+    assert found() == [
+        {a_number: attention},
+        {a_number: attention},
+        {a_number: attention | state, b_number: 1 << 15},
+    ]
 
 
 def test_of_several_announcements_of_a_chunk_in_one_call_the_last_counts(world: World) -> None:

@@ -26,7 +26,8 @@ from cacheservice.index.port import Holder, Index, Node
 NAMES = ["a", "b", "c"]
 CHUNKS = range(6)
 AGENTS = st.integers(0, 5)
-BITMAPS = st.one_of(st.just(0), st.integers(1, 7), st.just(1 << 70))
+BITMAPS = st.one_of(st.just(0), st.integers(1, 7), st.just(1 << 70), st.integers(0, (1 << 20) - 1))
+"""Parts of a chunk: groups with few shards and with many."""
 
 
 class Agent:

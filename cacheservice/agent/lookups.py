@@ -25,6 +25,11 @@ _READY_ELSEWHERE = int(Presence.READY_ELSEWHERE)
 _PENDING = int(Presence.PENDING)
 _READY = (_READY_HERE, _READY_ELSEWHERE)
 _READ_WHOLE = (GroupKind.FULL.value, GroupKind.MLA.value)
+_OVERLAID = bytes(
+    _READY_ELSEWHERE if both == (_READY_ELSEWHERE << 2 | _ABSENT) else both & 3
+    for both in range(256)
+)
+"""By code seen elsewhere << 2 | code here."""
 _INDEX_POLL_S = 0.1
 """How often a hand-over without a named owner asks the index again."""
 
@@ -191,6 +196,7 @@ def _overlay(presence: bytearray, elsewhere: bytearray) -> None:
     """Mark what is absent here and was seen elsewhere."""
     if _READY_ELSEWHERE not in elsewhere:
         return
-    for position, state in enumerate(elsewhere[: len(presence)]):
-        if state == _READY_ELSEWHERE and presence[position] == _ABSENT:
-            presence[position] = _READY_ELSEWHERE
+    # Both codes of a state in one byte, which is looked up: a loop over thousands of states would be most of a lookup.
+    seen = int.from_bytes(elsewhere[: len(presence)]) << 2
+    both = (seen | int.from_bytes(presence)).to_bytes(len(presence))
+    presence[:] = both.translate(_OVERLAID)

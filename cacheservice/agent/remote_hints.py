@@ -83,8 +83,13 @@ class RemoteHints:
         asked: Sequence[ChunkKey] = chunks
         numbers: Iterable[int] = range(len(chunks))
         parents: Iterable[ChunkKey | None] = [None, *chunks[:-1]]
-        if presence.count(_ABSENT) < len(presence):
-            numbers = sorted({at // num_groups for at, s in enumerate(presence) if s == _ABSENT})
+        # Mostly something of every chunk is absent: all of it, or the states that only the ends of prompts have.
+        is_whole_group_absent = any(
+            not presence[group::num_groups].strip(_ABSENT_BYTE) for group in range(num_groups)
+        )
+        if not is_whole_group_absent:
+            rows = zip(*[iter(presence)] * num_groups, strict=True)
+            numbers = [number for number, states in enumerate(rows) if _ABSENT in states]
             asked = [chunks[number] for number in numbers]
             parents = [chunks[number - 1] if number else None for number in numbers]
         found = self._ask(spec.digest, asked)
