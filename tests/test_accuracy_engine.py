@@ -19,7 +19,7 @@ import pytest
 from engines import tiny_llama
 
 from cacheservice.local.engines import EngineRole, EngineSite, engine_command
-from cacheservice.local.http_client import answers_ok
+from cacheservice.local.http_client import answers_ok, get_text
 from cacheservice.local.ports import HOST, choose_ports
 from cacheservice.manifest import parse_manifest
 
@@ -83,6 +83,13 @@ def control_engine(env: Mapping[str, str], log: Path) -> Iterator[str]:
             process.wait()
 
 
+def outcomes(url: str) -> list[str]:
+    """What became of lookups, saves and loads, by the engine's own count."""
+    host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
+    page = get_text(host, int(port), "/metrics")
+    return [line for line in page.splitlines() if line.startswith("vllm:larder_outcomes_total")]
+
+
 def wait_ready(url: str, log: Path) -> None:
     host, port = url.removeprefix("http://").split(":")
     deadline = time.monotonic() + START_TIMEOUT_S
@@ -118,10 +125,15 @@ def test_real_engines_with_and_without_larder_answer_alike(tmp_path: Path) -> No
             assert alone["passes"]["warm"]["cached_tokens"] > 0
 
             wait_ready(control_url, control_log)
-            code, found = bench(
-                url, "--reset-prefix-cache", "--control-url", control_url, cwd=tmp_path
-            )
-            assert (code, found["result"]) == (0, "same"), found
+            # After the reset three lookups decide. On a busy machine all may miss their deadline, which is what
+            # "not Larder" then says, rightly; no other result is excused.
+            for _ in range(3):
+                code, found = bench(
+                    url, "--reset-prefix-cache", "--control-url", control_url, cwd=tmp_path
+                )
+                if found["result"] != "not Larder":
+                    break
+            assert (code, found["result"]) == (0, "same"), (found, outcomes(url))
             assert found["num_questions"] == NUM_QUESTIONS
             assert (found["num_different"], found["num_ties"]) == (0, 0)
             passes = found["passes"]
