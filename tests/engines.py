@@ -1,4 +1,4 @@
-"""Real vLLM engines for tests: a tiny llama made once per session, engines in this process, built and torn down.
+"""Real vLLM engines for tests: tiny models made once per machine, engines in this process, built and torn down.
 
 Engines run on CPU in one process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), so a test can reach the scheduler and both
 halves of the connector. Building one takes seconds; tests share engines where they can.
@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from cacheservice.local.model_recipes import TINY
+
 for name, value in {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -35,14 +37,19 @@ MODEL_FOLDER = Path(tempfile.gettempdir()) / f"larder-test-models-{os.getuid()}"
 
 
 @cache
-def tiny_llama() -> Path:
-    """Folder of the tiny fp32 llama; made on first use, kept between sessions, since making it is repeatable."""
-    folder = MODEL_FOLDER / "llama"
+def tiny_model(name: str) -> Path:
+    """Folder of a tiny model (a key of TINY); made on first use, kept between sessions: making it is repeatable."""
+    folder = MODEL_FOLDER / name
     subprocess.run(
-        [sys.executable, "-m", "cacheservice.local.model", str(folder), "--tiny", "llama"],
+        [sys.executable, "-m", "cacheservice.local.model", str(folder), "--tiny", name],
         check=True, capture_output=True,
     )  # fmt: skip
     return folder
+
+
+def tiny_llama() -> Path:
+    """Folder of the tiny fp32 llama."""
+    return tiny_model("llama")
 
 
 def transfer_config(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
@@ -67,15 +74,17 @@ class Answer:
 
 
 class Engine:
-    """One vLLM engine in this process."""
+    """One vLLM engine in this process, of the tiny model `tiny`."""
 
-    def __init__(self, transfer: dict[str, Any] | None, **options: Any) -> None:
+    def __init__(
+        self, transfer: dict[str, Any] | None, *, tiny: str = "llama", **options: Any
+    ) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
         settings: dict[str, Any] = {
-            "model": str(tiny_llama()),
-            "dtype": "float32",
+            "model": str(tiny_model(tiny)),
+            "dtype": TINY[tiny].dtype,
             "skip_tokenizer_init": True,
             "enforce_eager": True,
             "block_size": BLOCK_TOKENS,
@@ -193,6 +202,31 @@ class Engine:
         self.scheduler._preempt_request = counted
         return count
 
+    def forget(self) -> None:
+        """Come to rest and empty vLLM's own prefix cache, so that what follows can only be loaded or computed."""
+        self.drain()
+        assert self.llm.reset_prefix_cache(), "blocks are in use"
+
+    def keep_tables(self) -> dict[tuple[int, ...], tuple[list[int], ...]]:
+        """From now on: the block table that a request had when it ended, per group, by its prompt."""
+        tables: dict[tuple[int, ...], tuple[list[int], ...]] = {}
+        original = self.connector.request_finished_all_groups
+
+        def kept(request: Any, block_ids: tuple[list[int], ...]) -> Any:
+            tables[tuple(request.prompt_token_ids)] = tuple(list(ids) for ids in block_ids)
+            return original(request, block_ids)
+
+        self.connector.request_finished_all_groups = kept
+        return tables
+
+    def pages(self, blocks: Sequence[int]) -> list[dict[str, Any]]:
+        """Bytes of blocks as they lie in vLLM's own tensors: per rank, layer -> array [block, head, bytes].
+
+        Blocks that were freed keep their bytes until the next request: vLLM hands them out again at once.
+        """
+        found: list[dict[str, Any]] = self.llm.collective_rpc(_pages_of_rank, args=(list(blocks),))
+        return found
+
     def drain(self, limit: int = 10_000) -> None:
         """Step until nothing is in flight: saves are reported and their pins released."""
         for _ in range(limit):
@@ -213,6 +247,27 @@ class Engine:
         gc.collect()
 
 
+def _pages_of_rank(worker: Any, blocks: list[int]) -> dict[str, Any]:
+    """Runs in each rank's process. Reads what vLLM bound to its layers, not what our connector made of it."""
+    import torch
+
+    layers = worker.model_runner.compilation_config.static_forward_context
+    found = {}
+    for name, layer in layers.items():
+        cache = getattr(layer, "kv_cache", None)
+        if cache is None:
+            continue
+        states = list(cache) if isinstance(cache, list | tuple) else [cache]
+        # [block, head, token, content]; MLA's latent has no heads, and recurrent state is several tensors.
+        heads = states[0].shape[1] if len(states) == 1 and states[0].dim() == 4 else 1
+        flat = [
+            state[blocks].contiguous().view(torch.uint8).reshape(len(blocks), heads, -1)
+            for state in states
+        ]
+        found[name] = torch.cat(flat, dim=-1).numpy()
+    return found
+
+
 def _answer(output: Any) -> Answer:
     completion = output.outputs[0]
     gaps = []
@@ -224,7 +279,7 @@ def _answer(output: Any) -> Answer:
 
 @contextmanager
 def engine(transfer: dict[str, Any] | None, **options: Any) -> Iterator[Engine]:
-    """An engine for the length of a with block."""
+    """An engine for the length of a with block; `options` are those of `Engine` and of vLLM's LLM."""
     made = Engine(transfer, **options)
     try:
         yield made
