@@ -573,6 +573,6 @@ class LRUStoreMachine(StoreMachine):
 
 
 TestStoreS3FIFO = StoreMachine.TestCase
-TestStoreS3FIFO.settings = settings(max_examples=200, stateful_step_count=50)
+TestStoreS3FIFO.settings = settings(max_examples=120, stateful_step_count=50)
 TestStoreLRU = LRUStoreMachine.TestCase
-TestStoreLRU.settings = settings(max_examples=100, stateful_step_count=50)
+TestStoreLRU.settings = settings(max_examples=60, stateful_step_count=50)
