@@ -90,6 +90,7 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
                 self._config,
                 client,
                 num_ranks=vllm_config.parallel_config.world_size,
+                step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 saves_prompts_only=saves_prompts_only(vllm_config),
             )
             self._client = client

@@ -99,6 +99,8 @@ class RequestState:
     """When a lookup last failed; no other is tried for a while."""
     failure: Reason = Reason.ABSENT
     pending_since: float | None = None
+    crowded_since: float | None = None
+    """Since when a hit has waited for room beside other loads (room.py)."""
     last_wait_at: float | None = None
     banned_from: int | None = None
     """Chunks from this number on are not offered to this request again."""

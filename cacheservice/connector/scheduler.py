@@ -45,6 +45,7 @@ from cacheservice.connector.requests import (
     RequestState,
     decide,
 )  # fmt: skip
+from cacheservice.connector.room import leaves_room, needs_guard
 from cacheservice.connector.saves import Saves, blocks_per_chunk, offers_by_chunk
 from cacheservice.connector.stats import LarderStats, StatsRecorder
 from cacheservice.core.keys import chunk_keys_of, short_hex
@@ -92,13 +93,16 @@ class SchedulerHalf:
         client: Any,
         *,
         num_ranks: int,
+        step_tokens: int = 0,
         saves_prompts_only: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Own `client` (closed with this half). Nothing is started before the first plan."""
+        """Own `client` (closed with this half); a step computes at most `step_tokens`. Nothing is started before the
+        first plan."""
         self._config = config
         self._client = client
         self._num_ranks = num_ranks
+        self._step_tokens = step_tokens
         self._saves_prompts_only = saves_prompts_only
         self._clock = clock
         self._limits = Limits(
@@ -114,6 +118,9 @@ class SchedulerHalf:
         """Not empty after the first reset, also when that came before the plan."""
         self._saves: Saves | None = None
         self._tracked: dict[str, _Tracked] = {}
+        self._block_pool: Any = None
+        self._holders: dict[str, Any] = {}
+        """vLLM's requests that hold the blocks of a load, which may be on its way, and have not run since."""
         self._new_loads: list[LoadJob] = []
         self._open_loads: dict[int, _OpenLoad] = {}
         self._next_id = 1
@@ -123,6 +130,7 @@ class SchedulerHalf:
 
     def bind_block_pool(self, block_pool: Any) -> None:
         """Take the pool whose blocks are pinned while they are saved."""
+        self._block_pool = block_pool
         self._saves = Saves(
             Pins(block_pool), num_ranks=self._num_ranks, new_id=self._take_id, clock=self._clock
         )
@@ -222,6 +230,7 @@ class SchedulerHalf:
             return 0, False
         state = tracked.state
         state.computed_tokens, state.offered = computed_tokens, 0
+        self._holders.pop(request.request_id, None)
         if self._plan is None or tracked.is_skipped:
             state.reason = Reason.SKIPPED
             return 0, False
@@ -243,6 +252,10 @@ class SchedulerHalf:
             decision = decide(
                 state, self._plan.groups, self._plan.tokens_per_chunk, self._limits, self._clock()
             )
+            if decision.move is Move.ANSWER and self._is_crowded(state, decision.tokens):
+                if self._may_wait_for_room(state):
+                    break
+                decision = Decision(Move.ANSWER, Reason.NO_SPACE)
             state.reason = decision.reason
             if decision.move is Move.ANSWER:
                 state.offered = decision.tokens
@@ -251,6 +264,31 @@ class SchedulerHalf:
                 break
         self._stats.event("none_answers")
         return None, False
+
+    def _is_crowded(self, state: RequestState, tokens: int) -> bool:
+        """Whether loading so many tokens would take blocks that requests with loaded blocks need to run at all."""
+        if not tokens or not self._holders or self._plan is None:
+            return False
+        if not needs_guard(self._plan.groups):
+            return False
+        fits = leaves_room(
+            self._plan.groups,
+            num_tokens=state.num_tokens,
+            end=state.computed_tokens + tokens,
+            holders=[(r.num_tokens, r.num_computed_tokens) for r in self._holders.values()],
+            free_blocks=self._block_pool.get_num_free_blocks(),
+            step_tokens=self._step_tokens,
+        )
+        if fits:
+            state.crowded_since = None
+        return not fits
+
+    def _may_wait_for_room(self, state: RequestState) -> bool:
+        """Whether a hit that finds no room is worth waiting for; not longer than a load may take."""
+        now = self._clock()
+        if state.crowded_since is None:
+            state.crowded_since = now
+        return now - state.crowded_since < self._config.deadlines.load_s
 
     def after_alloc(
         self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int
@@ -261,6 +299,7 @@ class SchedulerHalf:
             return
         state = tracked.state
         if num_external_tokens <= 0:
+            self._holders.pop(request.request_id, None)
             if state.load_id is None or state.asked_at is not None:
                 self._settle(
                     tracked, Reason.LOCAL if state.reason is Reason.HIT else state.reason, 0
@@ -292,11 +331,13 @@ class SchedulerHalf:
         )
         self._open_loads[load_id] = _OpenLoad(request.request_id, lease_id)
         state.load_id = load_id
+        self._holders[request.request_id] = request
         self._settle(tracked, Reason.HIT, num_external_tokens)
 
     def request_finished(self, request: Any) -> dict[str, Any] | None:
         """Drop what is known of the request; returns the hand-over for its answer."""
         tracked = self._tracked.pop(request.request_id, None)
+        self._holders.pop(request.request_id, None)
         if tracked is None:
             return None
         state = tracked.state
