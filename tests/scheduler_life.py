@@ -30,6 +30,9 @@ from scheduler_shapes import SHAPES, Shape
 from cacheservice.core.outcomes import OutcomeKind, Reason
 
 MAX_STEPS = 6000
+MAX_IDLE_STEPS = 400
+MAX_IDLE_S = 15.0
+"""After so many steps and so much time without background work and without anything computed, the engine is stuck."""
 MAX_SAID = 160
 """Longest answer in tokens."""
 LOAD_FAULTS = (
@@ -121,6 +124,8 @@ class Life:
     hand_overs: dict[int, dict[str, Any]] = field(default_factory=dict)
     """By text: what its answer carried."""
     num_engines: int = 0
+    idle_since: tuple[int, float] | None = None
+    """Step and time at which anything happened last."""
     tokens_per_chunk: int = 0
     longest: int = 0
     options: dict[str, Any] = field(default_factory=dict)
@@ -159,6 +164,7 @@ class Life:
         self.world.note("restart")
         again, self.open = list(self.open.values()), {}
         self.start_engine()
+        self.idle_since = None
         for text, given in again:
             if self.rng.random() < 0.7:
                 self.ask(text, given)
@@ -288,8 +294,9 @@ class Life:
 
     def step(self) -> None:
         """One step of the engine, and of everything else."""
-        self.engine.step()
+        plan = self.engine.step()
         self.see_finished()
+        self.see_whether_stuck(plan)
         self.world.jobs.progress(self.mood.quickness)
         self.world.pass_time(self.rng.choice(self.mood.tick_s))
         if not self.engine.in_flight and self.rng.random() < 0.15:
@@ -298,15 +305,33 @@ class Life:
         if half._saves is not None and half._saves.num_pinned_blocks > half._saves.max_blocks:
             raise Wrong("more blocks are pinned than may be")
 
+    def see_whether_stuck(self, plan: Any) -> None:
+        """Raise when requests are open and nothing has happened for long, although nothing is on its way."""
+        engine, world = self.engine, self.world
+        moved = plan is None or plan.total_num_scheduled_tokens or plan.kv_connector_metadata.loads
+        if moved or world.jobs.waiting or not self.open or self.idle_since is None:
+            self.idle_since = (engine.num_steps, world.now)
+            return
+        steps, seconds = engine.num_steps - self.idle_since[0], world.now - self.idle_since[1]
+        if steps > MAX_IDLE_STEPS and seconds > MAX_IDLE_S:
+            raise Wrong(f"{len(self.open)} requests are open, and nothing moves")
+
     def rest(self) -> None:
         """No more trouble: everything has to end."""
         self.world.cache.is_up = True
         self.mood = Mood(1.0, 0.0, 1.0, 0, 0, 0, 0, 0, 0, 0, 0, (0.005,))
         self.world.jobs.pause_chance = 0.0
+        quiet = 0
         for _ in range(MAX_STEPS):
             if not self.engine.scheduler.has_requests() and not self.engine.in_flight:
                 break
             self.step()
+            if not self.open and not self.world.jobs.waiting:
+                quiet += 1
+            if quiet > MAX_IDLE_STEPS:
+                raise Wrong(
+                    f"the engine keeps stepping for nothing, {MAX_IDLE_STEPS} steps after its last request"
+                )
         else:
             raise Wrong(f"not at rest after {MAX_STEPS} steps without trouble")
         self.engine.check_prefix_cache()

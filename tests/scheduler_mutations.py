@@ -52,7 +52,7 @@ def mutation(*shapes: str) -> Callable[[Callable[[pytest.MonkeyPatch], None]], A
 # What is offered and loaded.
 
 
-@mutation("dense-tp1", "gemma", "no-prefix-caching")
+@mutation("dense-tp1", "gemma")
 def answer_is_remembered(patch: pytest.MonkeyPatch) -> None:
     """The first answer is given again however much is computed by then: the 256-against-336 bug."""
     from cacheservice.connector.scheduler import SchedulerHalf
@@ -189,6 +189,14 @@ def failed_load_counts_as_done(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WorkerHalf, "_end_load", fine)
 
 
+@mutation("gemma-no-prefix-caching", "gpt-oss")
+def loads_take_all_blocks(patch: pytest.MonkeyPatch) -> None:
+    """A load is offered although others, which vLLM can't preempt, then lack blocks to run at all."""
+    import cacheservice.connector.scheduler as scheduler
+
+    patch.setattr(scheduler, "leaves_room", lambda *groups, **given: True)
+
+
 # What the ranks report.
 
 
@@ -262,21 +270,18 @@ def load_is_reported_before_it_ends(patch: pytest.MonkeyPatch) -> None:
 # What is saved.
 
 
-@mutation("dense-tp1", "qwen3-next-tp1", "gqa-tp4")
+@mutation("dense-tp1", "gqa-tp4", "gpt-oss")
 def save_comes_before_the_chunk_is_complete(patch: pytest.MonkeyPatch) -> None:
-    """A chunk is handed over one step early when its blocks are allocated already."""
-    from cacheservice.connector.saves import Saves
+    """A step counts as computing a block more than it does, so that chunks are handed over a step early."""
+    from cacheservice.connector.scheduler import SchedulerHalf
 
-    choose = Saves.choose
+    plan_saves = SchedulerHalf._plan_saves
 
-    def early(self: Any, state: Any, plan: Any, complete: int, table: Any, offers: Any) -> None:
-        allocated = min(
-            len(ids) * g.block_tokens for ids, g in zip(table, plan.groups, strict=True)
-        )
-        more = min(complete + 1, allocated // plan.tokens_per_chunk, len(state.keys))
-        choose(self, state, plan, max(complete, more), table, offers)
+    def early(self: Any, plan: Any, saves: Any, output: Any) -> Any:
+        more = {r: n + plan.groups[0].block_tokens for r, n in output.num_scheduled_tokens.items()}
+        return plan_saves(self, plan, saves, replace(output, num_scheduled_tokens=more))
 
-    patch.setattr(Saves, "choose", early)
+    patch.setattr(SchedulerHalf, "_plan_saves", early)
 
 
 @mutation("dense-tp1", "gpt-oss")

@@ -36,7 +36,7 @@ class Shape:
     policy: str = "fcfs"
     has_state: bool = False
     max_model_len: int = 640
-    budgets: tuple[int, ...] = (48, 80, 112, 336)
+    budgets: tuple[int, ...] = (50, 80, 120, 336)
     """Tokens per step to choose from."""
     extra: dict[str, Any] = field(default_factory=dict)
 
