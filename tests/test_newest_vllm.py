@@ -13,6 +13,7 @@ import ctypes
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import pytest
 import torch
 import transformers
 import vllm_interface
+from scheduler_shapes import SHAPES
 from vllm_interface import Difference, Interface, differences
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -34,12 +36,12 @@ REVIEWED = {
         "Platforms may register cache types of their own. We put the name into the namespace and look at nothing else."
     ),
     "KVConnectorBase_V1.supports_sleep_mode is new: classmethod method (cls, kv_transfer_config: KVTransferConfig)"
-    " -> bool": "Asked when an engine with --enable-sleep-mode starts; checks.py decides about sleep mode itself.",
+    " -> bool": "Asked for engines with --enable-sleep-mode, which checks.py refuses, with what to do instead.",
     "KVConnectorBase_V1.unregister_kv_caches is new: method (self) -> None": (
-        "Called before an engine sleeps, after transfers have ended. On CPU there is no sleep mode."
+        "Called before an engine sleeps, which checks.py refuses."
     ),
     "KVConnectorBase_V1.restore_kv_caches is new: method (self) -> None": (
-        "Called after an engine woke up. On CPU there is no sleep mode."
+        "Called after an engine woke up; it never sleeps."
     ),
     "KVCacheSpec.is_draft is new: field: bool": (
         "Marks layers of a drafter. It is left out of comparisons and groups; is_eagle_group still tells us the groups."
@@ -85,7 +87,8 @@ def run_over(folder: Path, *arguments: str, text: str = "") -> subprocess.Comple
     # Bytecode beside the source makes the next run of these tests several seconds faster.
     unwanted = ("PYTHONDONTWRITEBYTECODE", "PYTEST_CURRENT_TEST")
     environment = {k: v for k, v in os.environ.items() if k not in unwanted}
-    environment["PYTHONPATH"] = str(folder)
+    environment["PYTHONPATH"] = f"{folder}{os.pathsep}{REPOSITORY / 'tests'}"
+    environment["PYTHONHASHSEED"] = "0"  # a life of the scheduler harness is the same each time
     return subprocess.run(
         [sys.executable, *arguments], input=text, env=environment, cwd=REPOSITORY, capture_output=True, text=True,
         check=False,
@@ -119,55 +122,55 @@ def test_every_read_of_vllm_is_known(pinned):
     assert not (faults := pinned.problems + missing), "\n".join(faults)
 
 
-@pytest.mark.parametrize(
-    ("source", "problem"),
-    [
-        ("def f(thing: Any): ...", "f(thing) is Any: say in ROOTS or NOT_VLLM what it is"),
-        ("class A:\n    thing: list[Any]", "thing is Any: say in ROOTS"),
-        ("def f() -> Any: ...", "f returns Any: say in ROOTS"),
-        ("def f(request: Any):\n    request.num_moons", "Request has no num_moons"),
-        (
-            "def f(request: Any, name: str):\n    getattr(request, name)",
-            "name of the attribute is not known",
-        ),
-        (
-            "def f(spec: Any):\n    for n in ('dtype', 'moons'):\n        getattr(spec, n, 1)",
-            "has no moons",
-        ),
-        (
-            "def f(request: Any):\n    request.kv_transfer_params['x'].moons",
-            "not known what this is read",
-        ),
-        (
-            "def f(block_pool: Any):\n    return [b.moons for b in reversed(block_pool.blocks[1:])]",
-            "KVCacheBlock has no moons",
-        ),
-        (
-            "class A:\n def g(self, block_pool: Any): self._pool = block_pool\n def f(self): self._pool.moons",
-            "BlockPool has no moons",
-        ),
-        (
-            "class A:\n    request: Any\ndef f(a: A):\n    for n, x in enumerate([a.request]):\n        x.moons",
-            "Request has no moons",
-        ),
-        (
-            "def f(group: Any):\n  for n, (s, _) in enumerate(zip([group], 'ab')): s.moons",
-            "KVCacheGroupSpec has no moons",
-        ),
-        (
-            "from vllm.v1 import kv_cache_interface as k\ndef f(spec: Any): [s.moons for s in k.iter_layer_specs(spec)]",
-            "FullAttentionSpec has no moons",
-        ),
-        (
-            "from vllm.v1.outputs import KVConnectorOutput\nclass C(KVConnectorOutput):\n def f(self): self._moons",
-            "KVConnectorOutput has no _moons",
-        ),
-        (
-            "from vllm.v1.outputs import KVConnectorOutput\ndef f():\n    return KVConnectorOutput(moons=1)",
-            "KVConnectorOutput has no moons",
-        ),
-    ],
-)
+PLANTED = [
+    ("def f(thing: Any): ...", "f(thing) is Any: say in ROOTS or NOT_VLLM what it is"),
+    ("class A:\n    thing: list[Any]", "thing is Any: say in ROOTS"),
+    ("def f() -> Any: ...", "f returns Any: say in ROOTS"),
+    ("def f(request: Any):\n    request.num_moons", "Request has no num_moons"),
+    (
+        "def f(request: Any, name: str):\n    getattr(request, name)",
+        "name of the attribute is not known",
+    ),
+    (
+        "def f(spec: Any):\n    for n in ('dtype', 'moons'):\n        getattr(spec, n, 1)",
+        "has no moons",
+    ),
+    (
+        "def f(request: Any):\n    request.kv_transfer_params['x'].moons",
+        "not known what this is read",
+    ),
+    (
+        "def f(block_pool: Any):\n    return [b.moons for b in reversed(block_pool.blocks[1:])]",
+        "KVCacheBlock has no moons",
+    ),
+    (
+        "class A:\n def g(self, block_pool: Any): self._pool = block_pool\n def f(self): self._pool.moons",
+        "BlockPool has no moons",
+    ),
+    (
+        "class A:\n    request: Any\ndef f(a: A):\n    for n, x in enumerate([a.request]):\n        x.moons",
+        "Request has no moons",
+    ),
+    (
+        "def f(group: Any):\n  for n, (s, _) in enumerate(zip([group], 'ab')): s.moons",
+        "KVCacheGroupSpec has no moons",
+    ),
+    (
+        "from vllm.v1 import kv_cache_interface as k\ndef f(spec: Any): [s.moon for s in k.iter_layer_specs(spec)]",
+        "FullAttentionSpec has no moon",
+    ),
+    (
+        "from vllm.v1.outputs import KVConnectorOutput\nclass C(KVConnectorOutput):\n def f(self): self._moons",
+        "KVConnectorOutput has no _moons",
+    ),
+    (
+        "from vllm.v1.outputs import KVConnectorOutput\ndef f():\n    return KVConnectorOutput(moons=1)",
+        "KVConnectorOutput has no moons",
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "problem"), PLANTED, ids=[p for _, p in PLANTED])
 def test_the_search_says_what_vllm_lacks_and_what_it_can_not_follow(source, problem):
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm_reads import find_reads
@@ -211,7 +214,7 @@ def test_a_reviewed_difference_that_is_gone_must_leave_the_list():
 
 
 BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
-SPECS = "v1/kv_cache_interface.py"
+KV_CACHE = "v1/kv_cache_interface.py"
 
 CHANGES: dict[str, tuple[str, Callable[[str], str], tuple[str, ...]]] = {
     "a parameter has another name": (
@@ -274,22 +277,22 @@ CHANGES: dict[str, tuple[str, Callable[[str], str], tuple[str, ...]]] = {
         ("ParallelConfig.prefill_context_parallel_size is gone",),
     ),
     "a field of a group is gone": (
-        SPECS,
+        KV_CACHE,
         lambda s: without(s, "KVCacheGroupSpec.is_eagle_group"),
         ("KVCacheGroupSpec.is_eagle_group is gone; it was field: bool    [used at groups.py",),
     ),
     "a group has a new field": (
-        SPECS,
+        KV_CACHE,
         lambda s: within(s, "KVCacheGroupSpec", "    host_resident:", "    is_torn: bool = False\n    host_resident:"),
         ("KVCacheGroupSpec.is_torn is new: field: bool",),
     ),
     "an accepted spec has a new field": (
-        SPECS,
+        KV_CACHE,
         lambda s: within(s, "MambaSpec", "    mamba_type:", "    stride: int = 1\n    mamba_type:"),
         ("MambaSpec.stride is new: field: int",),
     ),
     "a spec class is new": (
-        SPECS,
+        KV_CACHE,
         lambda s: s + "\n\nclass NovelSpec(SlidingWindowMLASpec):\n    pass\n",
         ("NovelSpec (v1/kv_cache_interface.py) is a spec class that groups.py neither accepts nor refuses by name",),
     ),
@@ -338,6 +341,69 @@ def test_only_what_was_changed_is_named(faults_of_a_changed_vllm):
     known = [sentence for _, _, sentences in CHANGES.values() for sentence in sentences]
     wrong = [f for f in faults_of_a_changed_vllm if not any(k in f for k in known)]
     assert wrong == [], "\n".join(wrong)
+
+
+def test_the_readme_names_both_versions(pinned):
+    table = (REPOSITORY / "README.md").read_text().split("## Compatibility")[1]
+    assert f"| vLLM {pinned.version} |" in table
+    assert f"| vLLM {newest_version()}, the newest |" in table
+
+
+# ---- scheduler
+
+ALL_CHECKED = """
+import sys, vllm
+assert vllm.__version__ == sys.argv[1] and vllm.__file__.startswith(sys.argv[2]), vllm.__file__
+"""
+RUN_TESTS = ALL_CHECKED + "import pytest; sys.exit(pytest.main(sys.argv[3:]))"
+LIVE = ALL_CHECKED + "import scheduler_life; sys.exit(scheduler_life.main(sys.argv[3:]))"
+
+
+def run_on_newest(code: str, *arguments: str) -> str:
+    """Run code with the newest vLLM; returns what it printed, and fails with it when it ends with an error."""
+    folder = newest_folder()
+    ran = run_over(folder, "-c", code, newest_version(), str(folder), *arguments)
+    assert ran.returncode == 0, f"{ran.stdout[-6000:]}\n{ran.stderr[-2000:]}"
+    return ran.stdout
+
+
+PREEMPTED = "test_a_preempted_request_is_offered_what_lies_beyond_its_computed_tokens"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("test_connector_scheduling.py", f"test_scheduler_harness.py::{PREEMPTED}"),
+        ("test_connector_start.py", "test_connector_ranks.py", "test_prefix_vllm.py"),
+    ],
+)
+def test_what_holds_under_the_pinned_scheduler_holds_under_the_newest(files):
+    # That the oracles notice faults of ours is proved on the pinned vLLM.
+    chosen = ["-k", "not oracle_notices", "-m", "not engine and not harness"]
+    options = ["-q", "-p", "no:cacheprovider", *chosen]
+    printed = run_on_newest(RUN_TESTS, *options, *(f"tests/{file}" for file in files))
+    summary = printed.strip().splitlines()[-1]
+    assert re.match(r"\d+ passed", summary), printed
+    assert "skipped" not in summary, printed
+
+
+def live_on_newest(runs: int) -> None:
+    """Live so many seeds of every shape of the scheduler harness."""
+    printed = run_on_newest(LIVE, "all", "--runs", str(runs))
+    for name in SHAPES:
+        assert f"{name}: runs={runs} " in printed, printed
+
+
+@pytest.mark.timeout(900)
+def test_a_few_lives_under_the_newest_scheduler_keep_every_page_right():
+    live_on_newest(1)
+
+
+@pytest.mark.harness
+@pytest.mark.timeout(3600)
+def test_many_lives_under_the_newest_scheduler_keep_every_page_right():
+    live_on_newest(max(1, int(os.environ.get("RUNS", "32")) // 8))
 
 
 def without(source: str, name: str) -> str:

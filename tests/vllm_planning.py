@@ -1,4 +1,4 @@
-"""vLLM's functions that plan a KV cache, wherever the vLLM at hand keeps them: 0.33 moved them to a module of their own.
+"""vLLM's functions that plan a KV cache, wherever the vLLM at hand keeps them: 0.33 moved them to a new module.
 
 Used by: scheduler_harness.py, scheduler_life.py, which run on the pinned vLLM and on the newest one.
 """

@@ -84,7 +84,7 @@ NOT_VLLM = {
 }
 """What else is `Any` in our code, by the same kinds of names, and what it is."""
 
-HINTS = {
+HINTS: dict[str, Type] = {
     # dict[str, Any] in vLLM; every attention-like layer enters itself there.
     "vllm.config.compilation:CompilationConfig.static_forward_context": Items(
         Instance((locate("vllm.model_executor.layers.attention_layer_base:AttentionLayerBase"),))
@@ -251,7 +251,7 @@ class _Scope:
                         self._statement(child)
                     elif isinstance(child, ast.expr):
                         self.value(child)
-                    elif isinstance(child, ast.excepthandler | ast.match_case):
+                    elif isinstance(child, ast.ExceptHandler | ast.match_case):
                         self.run(child.body)
 
     def _import(self, node: ast.Import | ast.ImportFrom) -> None:
@@ -398,7 +398,8 @@ class _Scope:
                 held = self.value(node.value)
                 self.value(node.slice)
                 if isinstance(held, Parts) and isinstance(node.slice, ast.Constant):
-                    return held.parts[node.slice.value]
+                    place = node.slice.value
+                    return held.parts[place] if isinstance(place, int) else None
                 if isinstance(held, Items):
                     return held if isinstance(node.slice, ast.Slice) else held.item
                 return _item_of(held)
@@ -573,11 +574,11 @@ def _constants(node: ast.expr | None, names: Mapping[str, Any]) -> str | tuple[s
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.Tuple | ast.List):
-        texts = [e.value for e in node.elts if isinstance(e, ast.Constant)]
-        return tuple(texts) if texts and all(isinstance(t, str) for t in texts) else None
-    if isinstance(node, ast.Name) and isinstance(names.get(node.id), str | tuple):
-        return names[node.id]
-    return None
+        values = [e.value for e in node.elts if isinstance(e, ast.Constant)]
+        texts = tuple(v for v in values if isinstance(v, str))
+        return texts if texts and len(texts) == len(values) else None
+    found = names.get(node.id) if isinstance(node, ast.Name) else None
+    return found if isinstance(found, str | tuple) else None
 
 
 def _packages_of(tree: ast.Module) -> set[str]:
