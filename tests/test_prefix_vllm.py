@@ -36,7 +36,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from cacheservice.core.layout import GroupKind, GroupSpec
-from cacheservice.core.prefix import blocks_read, stored_blocks
+from cacheservice.core.prefix import blocks_read, parts_to_load, stored_blocks
 
 HASH = get_hash_fn_by_name("sha256_cbor")
 NUM_BLOCKS = 700
@@ -229,6 +229,9 @@ def test_a_load_writes_all_blocks_that_vllm_allocates_for_it_and_no_other(world,
     for spec, table in zip(world.groups, manager.get_block_ids("asked"), strict=True):
         fresh = [p for p, block_id in enumerate(table) if block_id and block_id not in own]
         assert fresh == list(blocks_read(spec, computed, end))
+        parts = parts_to_load(spec, tokens, computed, end)
+        assert parts is not None
+        assert fresh == [p for part in parts for p in range(part.first_block, part.stop_block)]
         if first == end or spec.kind in WHOLE:
             touched = tokens_read(spec, first) + ([first] if first < end else [])
             assert all(table[token // spec.block_tokens] for token in touched)
