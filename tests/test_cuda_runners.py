@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from agent_process import wait_until
 from connector_fakes import FakeCache
 from connector_harness import BLOCK_TOKENS, LAYERS, Harness, content_of, prompt
 from gpu_fake import ENGINE, FakeGpu
@@ -125,7 +126,19 @@ class GpuHarness(Harness):
             patch.setattr(module, "copier_for", copier)
             super().__init__(monkeypatch, cache, **options)
         self._writes: list[tuple[str, int, Any]] = []
+        self._let_saves_end_within_their_step(self.worker)
         self.worker = Worker(self.worker, runner(monkeypatch, self.worker), self._forward)
+
+    def _let_saves_end_within_their_step(self, connector: Any) -> None:
+        """Before anything but the save itself makes the forward pass run."""
+        start = connector.wait_for_save
+
+        def wait_for_save() -> None:
+            saves = {job.save_id for job in connector._connector_metadata.saves}
+            start()
+            wait_until(lambda: saves <= connector._worker._ended_saves.keys(), what="a save's end")
+
+        connector.wait_for_save = wait_for_save
 
     def _write_pages(self, request: Any) -> None:
         """Remember what the forward pass of this step writes."""
