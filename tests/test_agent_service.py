@@ -252,7 +252,7 @@ def test_hand_over_lookup_waits_for_chunks_that_nobody_began(session: StubSessio
     assert answer.lease_id
 
 
-@pytest.mark.parametrize("kind", ["recurrent", "sliding_window", "chunked_local"])
+@pytest.mark.parametrize("kind", ["recurrent", "sliding_window"])
 def test_hand_over_waits_for_all_attention_and_the_last_state_only(
     agent: Agent, session: StubSession, kind: str
 ) -> None:
@@ -277,6 +277,27 @@ def test_hand_over_waits_for_all_attention_and_the_last_state_only(
         here, absent = Presence.READY_HERE, Presence.ABSENT
         assert list(waiting.result().presence) == [here, absent, here, absent, here, here]
         assert not in_vain.done(), "it came back with its time, not with the last state"
+
+
+def test_hand_over_that_ends_with_a_local_chunk_waits_for_nothing_of_it(
+    agent: Agent, session: StubSession
+) -> None:
+    """At its end nothing of a local chunk is read, so nothing of it is stored there."""
+    spec = a_namespace(shard_bytes=(1000, 3000), kinds=("full", "chunked_local"))
+    session.open(spec)
+    session.store(spec, key_of("pages"), bytes_of(1000, "pages"))
+    # Closing the other session ends its lookup.
+    with ThreadPoolExecutor(1) as pool, stub_session(unix(agent)) as other:
+        in_vain = pool.submit(
+            other.lookup, spec, [key_of("never")],
+            wait=cache_pb2.LOOKUP_WAIT_HAND_OVER, wait_num_chunks=1, wait_ms=4000,
+        )  # fmt: skip
+        answer = session.lookup(
+            spec, [key_of("pages")],
+            wait=cache_pb2.LOOKUP_WAIT_HAND_OVER, wait_num_chunks=1, wait_ms=5000,
+        )  # fmt: skip
+        assert list(answer.presence) == [Presence.READY_HERE, Presence.ABSENT]
+        assert not in_vain.done(), "it came back with its time"
 
 
 def test_lookup_wait_ends_with_its_time(session: StubSession) -> None:

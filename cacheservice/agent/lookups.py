@@ -180,13 +180,17 @@ class Lookups:
 def _promised(spec: NamespaceSpec, num_chunks: int) -> list[int]:
     """Positions among presence codes of what a hand-over of `num_chunks` chunks promises, which is a hit at their end.
 
-    It reads every chunk of full attention and MLA, but only the end of windows and the last recurrent state: what other
-    kinds have of earlier chunks was perhaps never stored. A window that is longer than a chunk reads some chunks more,
-    which their writer has committed by then: chunks are stored in order.
+    It reads every chunk of full attention and MLA, but only the end of a window and the last recurrent state: those of
+    earlier chunks were perhaps never stored. A window that is longer than a chunk reads some chunks more, which
+    their writer has committed by then: chunks are stored in order. Where a local chunk ends nothing of it is read or
+    stored, and where that is only the engines know, so nothing of local chunks is waited for: they are stored together
+    with the attention of the same chunk.
     """
     num_groups = len(spec.groups)
     promised: list[int] = []
     for number, group in enumerate(spec.groups):
+        if group.kind == GroupKind.CHUNKED_LOCAL.value:
+            continue
         first = 0 if group.kind in _READ_WHOLE else num_chunks - 1
         promised += range(first * num_groups + number, num_chunks * num_groups, num_groups)
     return promised
