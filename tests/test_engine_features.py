@@ -186,6 +186,12 @@ def test_images_that_vllm_hashes_are_accepted():
         )
 
 
+def test_scales_of_quantized_pages_come_from_the_checkpoint():
+    """Scales that vLLM makes of the first requests would be in no key and no namespace. Older versions had
+    --calculate-kv-scales; should it come back, it is to be refused."""
+    assert not hasattr(config().cache_config, "calculate_kv_scales")
+
+
 def test_cautions_name_the_flag_and_what_to_do():
     assert caution_of(config()) is None
     assert "another path" in caution_of(config(enable_lora=True))
@@ -415,6 +421,17 @@ def test_with_async_scheduling_only_tokens_that_are_known_are_saved(world, late)
     second.run()
     second.check_at_rest()
     assert last_answer(second, "b") == 256
+
+
+def test_a_request_that_skips_the_cache_is_stored_for_others(world):
+    """vLLM computes all of a prompt whose log-probabilities are wanted, whatever we have."""
+    engine = Engine(world, replace(DENSE, prefix_caching=False))
+    for request_id, skips in (("first", True), ("skipping", True), ("other", False)):
+        engine.add(request_id, Text(range(4, 304)), skips_cache=skips)
+        engine.run()
+    engine.check_at_rest()
+    assert last_answer(engine, "first") == last_answer(engine, "skipping") == 0
+    assert last_answer(engine, "other") == 256
 
 
 def test_a_streaming_session_is_left_alone(world):
