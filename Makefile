@@ -3,20 +3,21 @@
 # Several targets write .venv: one at a time.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format generate requirements venv venv-dev vllm-newest clean
+.PHONY: help demo test harness lint format generate requirements venv venv-dev vllm-newest clean
 
 BIN := .venv/bin
 ARGS ?=
 MODEL = llama
+RUNS ?= 32
 
 # Real engines in tests: no network, no usage reports, one thread each, one process where the test does not say otherwise.
-test: export HF_HUB_OFFLINE = 1
-test: export VLLM_NO_USAGE_STATS = 1
-test: export DO_NOT_TRACK = 1
-test: export VLLM_LOGGING_LEVEL = WARNING
-test: export OMP_NUM_THREADS = 1
-test: export VLLM_CPU_OMP_THREADS_BIND = nobind
-test: export VLLM_ENABLE_V1_MULTIPROCESSING = 0
+test harness: export HF_HUB_OFFLINE = 1
+test harness: export VLLM_NO_USAGE_STATS = 1
+test harness: export DO_NOT_TRACK = 1
+test harness: export VLLM_LOGGING_LEVEL = WARNING
+test harness: export OMP_NUM_THREADS = 1
+test harness: export VLLM_CPU_OMP_THREADS_BIND = nobind
+test harness: export VLLM_ENABLE_V1_MULTIPROCESSING = 0
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +27,10 @@ demo: venv ## a prefill and a decode engine on CPU that share a cache; prints wh
 
 test: venv-dev vllm-newest ## every test, real Redis and real vLLM engines included (ARGS="-k name" for some)
 	@$(BIN)/python -m pytest $(ARGS)
+
+harness: export RUNS := $(RUNS)
+harness: venv-dev vllm-newest ## many seeds of the connector under vLLM's scheduler, every page checked (RUNS=64 for more of them)
+	@$(BIN)/python -m pytest -m harness tests/test_scheduler_harness.py tests/test_newest_vllm.py $(ARGS)
 
 lint: venv-dev ## style, types, import rules, wire contract, generated code, stray names
 	$(BIN)/ruff check .

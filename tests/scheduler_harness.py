@@ -511,6 +511,42 @@ class Engine:
                 if (pages[NULL_BLOCK] != POISON).any():
                     raise Wrong(f"rank {rank.number} {name}: somebody wrote to the null block")
 
+    def expected_hit(self, request: Any) -> int:
+        """Tokens of a prompt that can be had from the cache as it is now, by trying all: design, section 7."""
+        plan, tokens = self.half.plan, self.half.plan.tokens_per_chunk
+        step = tokens // self.hash_block
+        keys = [bytes(h) for h in request.block_hashes[step - 1 :: step]]
+        has_part = any(group.kind != "full" for group in self.groups)
+
+        def has(chunk: int, group: int) -> bool:
+            shards = range(plan.groups[group].num_shards)
+            return all(
+                (plan.digest, keys[chunk], group, shard) in self.world.cache.shards
+                for shard in shards
+            )
+
+        def is_stored(token: int, number: int) -> bool:
+            chunk, group = token // tokens, self.groups[number]
+            kept = tokens
+            if group.kind == "window":
+                kept = -(-(group.window - 1) // group.block_tokens) * group.block_tokens
+            elif group.kind == "local":
+                kept = group.window
+            return token >= (chunk + 1) * tokens - kept and has(chunk, number)
+
+        def can_resume(end: int, number: int) -> bool:
+            group = self.groups[number]
+            if group.kind == "state":
+                return has(end // tokens - 1, number)
+            return all(is_stored(token, number) for token in range(group.first_read(end), end))
+
+        for end in range(len(keys) * tokens, 0, -tokens):
+            if end == request.num_tokens and has_part:
+                continue  # the last token is computed again, one before what was loaded
+            if all(can_resume(end, number) for number in range(len(self.groups))):
+                return end
+        return 0
+
     def shard_content(
         self, text: Text, end: int, chunk: int, group_number: int, shard: int
     ) -> bytes:

@@ -91,6 +91,7 @@ class Mood:
     reset: float
     arrival: float
     tick_s: tuple[float, ...]
+    is_calm: bool = True
 
     @classmethod
     def of(cls, rng: random.Random) -> Mood:
@@ -106,6 +107,7 @@ class Mood:
             eviction=some(0, 0.05, 0.3), abort=some(0, 0.03, 0.12), agent_death=some(0, 0, 0.015),
             restart=some(0, 0, 0.012), reset=some(0, 0, 0, 0.01), arrival=rng.choice((0.15, 0.4, 1.0)),
             tick_s=rng.choice(((0.002,), (0.005, 0.02), (0.01, 0.01, 0.01, 0.3), (0.005,) * 40 + (4.0, 20.0))),
+            is_calm=calm,
         )  # fmt: skip
 
 
@@ -337,6 +339,22 @@ class Life:
         self.engine.check_prefix_cache()
         self.engine.check_at_rest()
 
+    def probe(self) -> None:
+        """A new engine asks for a text of the past: it must be offered exactly what is there."""
+        self.engine.shut_down()
+        self.start_engine()
+        text, salt = self.rng.choice(self.told)
+        request = self.engine.add("probe", Text(text.prompt, salt), salt=salt, max_tokens=1)
+        expected = self.engine.expected_hit(request)
+        self.engine.run()
+        answers = [a for who, *_, a in self.engine.answers if who == "probe" and a is not None]
+        if answers[:1] != [expected]:
+            raise Wrong(
+                f"{expected} of {len(text.prompt)} tokens can be had, and {answers} were offered"
+            )
+        self.engine.check_prefix_cache()
+        self.engine.check_at_rest()
+
 
 def live(name: str, seed: int, mutation: str | None = None) -> tuple[Counts, str]:
     """One life, with a fault of that name in our connector; returns what happened and a digest of every decision.
@@ -381,6 +399,13 @@ def live(name: str, seed: int, mutation: str | None = None) -> tuple[Counts, str
                     life.restart_engine()
             life.rest()
             life.collect()
+            if mood.is_calm and any(
+                o.kind is OutcomeKind.LOAD and o.reason is Reason.EVICTED
+                for o in world.cache.outcomes
+            ):
+                raise Wrong("something was offered that was never there")
+            if life.told:
+                life.probe()
             life.engine.shut_down()
             if world.cache.leases or world.cache.reserved:
                 raise Wrong(f"held by nobody: {world.cache.leases} {world.cache.reserved}")

@@ -189,6 +189,20 @@ def failed_load_counts_as_done(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WorkerHalf, "_end_load", fine)
 
 
+@mutation("dense-tp1", "chunked-local")
+def hit_is_a_chunk_too_short(patch: pytest.MonkeyPatch) -> None:
+    """The last chunk that is there is not offered: no byte is wrong, it is only slower."""
+    import cacheservice.connector.requests as requests
+
+    hit = requests.hit_tokens
+
+    def shorter(groups: Any, presence: bytes, *, num_tokens: int, **given: Any) -> int:
+        end = hit(groups, presence, num_tokens=num_tokens, **given)
+        return hit(groups, presence, num_tokens=end - 1, **given) if end else 0
+
+    patch.setattr(requests, "hit_tokens", shorter)
+
+
 @mutation("gemma-no-prefix-caching", "gpt-oss")
 def loads_take_all_blocks(patch: pytest.MonkeyPatch) -> None:
     """A load is offered although others, which vLLM can't preempt, then lack blocks to run at all."""
