@@ -149,6 +149,21 @@ def test_a_hand_over_wait_counts_from_arrival_and_ends():
     assert (decision.move, decision.tokens) == (Move.ANSWER, 64)
 
 
+def test_a_state_that_no_hand_over_promises_is_not_waited_for():
+    """A prompt of exactly whole chunks can't use the state at its end, and there is none at the chunk before."""
+    groups = [*FULL, GroupSpec(GroupKind.RECURRENT, 16, num_layers=1, bytes_per_block=64)]
+    state = state_of(codes=[1, 0] * 4 + [1, 1], hand_over=hand_over(5))
+    assert decide(state, groups, TOKENS, LIMITS, 100.0).tokens == 5 * TOKENS
+    state.num_tokens = 5 * TOKENS
+    decision = decide(state, groups, TOKENS, LIMITS, 100.0)
+    assert (decision.move, decision.tokens) == (Move.ANSWER, 0)
+    # One token more, and the state is waited for until it is there.
+    state.num_tokens += 1
+    state.known = KnownPresence(bytes([1, 0] * 5), 100.0, 7, 3)
+    decision = decide(state, groups, TOKENS, LIMITS, 100.0)
+    assert (decision.move, decision.wait_chunks, decision.is_hand_over) == (Move.LOOK_UP, 5, True)
+
+
 def test_what_is_there_of_a_hand_over_is_used_at_once():
     assert ask(state_of(codes=[1, 2, 1, 0, 0], hand_over=hand_over())).tokens == 192
     assert ask(state_of(codes=[0, 0, 1, 0, 0], hand_over=hand_over(), computed=128)).tokens == 64

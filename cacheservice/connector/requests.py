@@ -16,13 +16,12 @@ from dataclasses import dataclass, field
 
 from cacheservice.connector.hand_over import HandOver
 from cacheservice.core.keys import ChunkKey
-from cacheservice.core.layout import GroupSpec
+from cacheservice.core.layout import GroupKind, GroupSpec
 from cacheservice.core.outcomes import Presence, Reason
 from cacheservice.core.prefix import hit_tokens
 
 READY = frozenset({Presence.READY_HERE, Presence.READY_ELSEWHERE})
 READY_OR_PENDING = READY | {Presence.PENDING}
-ANY_CODE = range(256)
 PRESENCE_MAX_AGE_S = 2.0
 RETRY_AFTER_FAILURE_S = 2.0
 WAIT_POLL_S = 0.02
@@ -228,7 +227,7 @@ def decide(
     promised = 0
     if state.hand_over is not None:
         promised_chunks = min(state.hand_over.num_chunks, num_chunks)
-        promised = hit(ANY_CODE, bytes(promised_chunks * len(groups)))
+        promised = hit(READY, _kept_promise(groups, promised_chunks))
     wait_end, wait_until, is_hand_over = _worth_waiting_for(
         state, end, hit(READY_OR_PENDING, state.known.codes), promised, limits, now
     )
@@ -246,6 +245,15 @@ def decide(
         wait_s=wait_until - now,
         is_hand_over=is_hand_over,
     )
+
+
+def _kept_promise(groups: Sequence[GroupSpec], num_chunks: int) -> bytes:
+    """Presence when a hand-over is kept. A prompt has one recurrent state that is promised, the one at its end."""
+    states = bytes(
+        Presence.ABSENT if group.kind is GroupKind.RECURRENT else Presence.READY_HERE
+        for group in groups
+    )
+    return states * (num_chunks - 1) + bytes([Presence.READY_HERE]) * len(groups)
 
 
 def _answer(end: int, computed: int, otherwise: Reason) -> Decision:
