@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import builtins
 import ctypes
+import hashlib
 import importlib
 import json
 import os
@@ -17,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -341,6 +343,44 @@ def test_only_what_was_changed_is_named(faults_of_a_changed_vllm):
     known = [sentence for _, _, sentences in CHANGES.values() for sentence in sentences]
     wrong = [f for f in faults_of_a_changed_vllm if not any(k in f for k in known)]
     assert wrong == [], "\n".join(wrong)
+
+
+def test_only_source_is_fetched_and_only_of_the_pinned_wheel(tmp_path, monkeypatch, capfd):
+    monkeypatch.syspath_prepend(REPOSITORY / "tools")
+    tool = importlib.import_module("fetch_newest_vllm")
+    wheels, pinned_list = tmp_path / "wheels", tmp_path / "pinned.txt"
+    wheels.mkdir()
+    wheel = wheels / "vllm-9.9-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("vllm/__init__.py", "")
+        archive.writestr("vllm/_C.abi3.so", "kernels")
+        about = "vllm-9.9.dist-info"
+        archive.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: vllm\nVersion: 9.9\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    monkeypatch.setattr(tool, "PINNED", pinned_list)
+    monkeypatch.setattr(tool, "FOLDER", tmp_path / "cache" / "vllm-newest")
+    for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(wheels))):
+        monkeypatch.setenv(name, value)
+
+    def fetched() -> list[str]:
+        found = (path for path in tool.FOLDER.rglob("*") if path.is_file())
+        return sorted(str(path.relative_to(tool.FOLDER)) for path in found)
+
+    pinned_list.write_text(f"vllm==9.9 --hash=sha256:{'0' * 64}\n")
+    assert tool.main() == 1
+    assert "DO NOT MATCH THE HASHES" in capfd.readouterr().err
+    assert fetched() == []
+    pinned_list.write_text(f"vllm==9.9 --hash=sha256:{digest}\n")
+    assert tool.main() == 0
+    assert fetched() == ["larder-fetched", "vllm/__init__.py"]
+    wheel.unlink()
+    assert tool.main() == 0, "what is there is not fetched again"
+    pinned_list.write_text(f"vllm==9.9 --hash=sha256:{'1' * 64}\n")
+    assert tool.main() == 1
+    assert fetched() == ["larder-fetched", "vllm/__init__.py"]
+    assert list(tool.FOLDER.parent.iterdir()) == [tool.FOLDER]
 
 
 def test_the_readme_names_both_versions(pinned):
