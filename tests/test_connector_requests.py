@@ -149,16 +149,17 @@ def test_a_hand_over_wait_counts_from_arrival_and_ends():
     assert (decision.move, decision.tokens) == (Move.ANSWER, 64)
 
 
-def test_a_state_that_no_hand_over_promises_is_not_waited_for():
-    """A prompt of exactly whole chunks can't use the state at its end, and there is none at the chunk before."""
-    groups = [*FULL, GroupSpec(GroupKind.RECURRENT, 16, num_layers=1, bytes_per_block=64)]
-    state = state_of(codes=[1, 0] * 4 + [1, 1], hand_over=hand_over(5))
-    assert decide(state, groups, TOKENS, LIMITS, 100.0).tokens == 5 * TOKENS
-    state.num_tokens = 5 * TOKENS
+@pytest.mark.parametrize(("block", "wait_chunks"), [(TOKENS, 4), (16, 0)])
+def test_of_states_a_hand_over_is_waited_for_where_vllm_keeps_one(block, wait_chunks):
+    """A prompt of exactly whole chunks can't use the state at its end. The one before is a block before that: at a
+    chunk's end where a chunk is a block, else nowhere."""
+    groups = [*FULL, GroupSpec(GroupKind.RECURRENT, block, num_layers=1, bytes_per_block=64)]
+    state = state_of(codes=[1, 0] * 4 + [1, 1], hand_over=hand_over(5), num_tokens=5 * TOKENS)
     decision = decide(state, groups, TOKENS, LIMITS, 100.0)
-    assert (decision.move, decision.tokens) == (Move.ANSWER, 0)
-    # One token more, and the state is waited for until it is there.
+    assert (decision.tokens, decision.wait_chunks) == (0, wait_chunks)
+    # With a token more the state at the end is used, and waited for until it is there.
     state.num_tokens += 1
+    assert decide(state, groups, TOKENS, LIMITS, 100.0).tokens == 5 * TOKENS
     state.known = KnownPresence(bytes([1, 0] * 5), 100.0, 7, 3)
     decision = decide(state, groups, TOKENS, LIMITS, 100.0)
     assert (decision.move, decision.wait_chunks, decision.is_hand_over) == (Move.LOOK_UP, 5, True)

@@ -227,7 +227,9 @@ def decide(
     promised = 0
     if state.hand_over is not None:
         promised_chunks = min(state.hand_over.num_chunks, num_chunks)
-        promised = hit(READY, _kept_promise(groups, promised_chunks))
+        promised = hit(
+            READY, _kept_promise(groups, tokens_per_chunk, promised_chunks, state.num_tokens)
+        )
     wait_end, wait_until, is_hand_over = _worth_waiting_for(
         state, end, hit(READY_OR_PENDING, state.known.codes), promised, limits, now
     )
@@ -247,13 +249,23 @@ def decide(
     )
 
 
-def _kept_promise(groups: Sequence[GroupSpec], num_chunks: int) -> bytes:
-    """Presence when a hand-over is kept. A prompt has one recurrent state that is promised, the one at its end."""
-    states = bytes(
-        Presence.ABSENT if group.kind is GroupKind.RECURRENT else Presence.READY_HERE
-        for group in groups
-    )
-    return states * (num_chunks - 1) + bytes([Presence.READY_HERE]) * len(groups)
+def _kept_promise(
+    groups: Sequence[GroupSpec], tokens_per_chunk: int, num_chunks: int, num_tokens: int
+) -> bytes:
+    """Presence when a hand-over is kept.
+
+    Of recurrent states there are the one at its end, and the one at the last block boundary that leaves a token to
+    compute (vLLM 0.32, v1/kv_cache_interface.py `get_mamba_prefill_checkpoint_position`). They differ for prompts of
+    exactly whole blocks, and the second need not be at a chunk's end.
+    """
+    codes = bytearray([Presence.READY_HERE]) * (num_chunks * len(groups))
+    for number, group in enumerate(groups):
+        if group.kind is GroupKind.RECURRENT:
+            kept = (num_tokens - 1) // group.block_tokens * group.block_tokens
+            for chunk in range(num_chunks - 1):
+                if (chunk + 1) * tokens_per_chunk != kept:
+                    codes[chunk * len(groups) + number] = Presence.ABSENT
+    return bytes(codes)
 
 
 def _answer(end: int, computed: int, otherwise: Reason) -> Decision:
