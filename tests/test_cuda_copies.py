@@ -389,18 +389,21 @@ def test_staging_memory_is_what_the_docs_say():
 
 
 @given(
-    num_pieces=st.integers(0, 40),
     first=st.integers(0, 3),
+    num_bytes=st.integers(0, 400),
     per_span=st.integers(1, 6),
 )
-def test_spans_cover_every_piece_once_and_are_long_enough(num_pieces, first, per_span):
+def test_spans_cover_every_byte_once_and_are_long_enough(first, num_bytes, per_span):
     plane = SharedMemoryPlane(Mock(), 10, span_bytes=per_span * 10 - 5)
-    starts = range(first * 10, (first + num_pieces) * 10, 10)
-    spans = plane._spans(starts)
-    assert [start for span in spans for start in span] == list(starts)
-    assert all(len(span) >= min(per_span, num_pieces) for span in spans)
-    assert all(len(span) < 2 * per_span for span in spans)
-    assert all(span.stop == following.start for span, following in pairwise(spans))
+    spans: list[tuple[int, int, int]] = []
+    plane._add_spans(spans, 7, first * 10, first * 10 + num_bytes)
+    assert {index for index, _, _ in spans} <= {7}
+    assert [b for _, start, stop in spans for b in range(start, stop)] == list(
+        range(first * 10, first * 10 + num_bytes)
+    )
+    assert all(start % 10 == 0 for _, start, _ in spans)
+    pieces = [-(-(stop - start) // 10) for _, start, stop in spans]
+    assert all(min(per_span, sum(pieces)) <= number < 2 * per_span for number in pieces)
 
 
 @dataclass

@@ -19,8 +19,9 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from cacheservice.client.copy import SpareThread, piece_checksum
 from cacheservice.client.deadlines import Deadline, Watch
@@ -47,6 +48,9 @@ _REFUSALS = {
 _NEEDED_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MADV_POPULATE_READ = 22  # Linux 5.14; Python 3.11's mmap has no name for it
 _POPULATE_SLICE_BYTES = 64 * 1024 * 1024
+
+_Span: TypeAlias = tuple[int, int, int]
+"""Position of a shard in the call, first byte of what is copied at once, byte after the last one."""
 
 # A fork without exec copies the connection, and its end would not be seen before the child ends too.
 _connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -163,24 +167,24 @@ class SharedMemoryPlane:
         """See `Plane`."""
         checksums: list[list[int | None]] = []
         failed: dict[int, Reason] = {}
-        spans: list[tuple[int, range]] = []
+        spans: list[_Span] = []
+        piece_bytes, address, view = self._piece_bytes, self._mapping.address, self._mapping.view
         for index, shard in enumerate(shards):
-            starts = range(0, shard.write.size_bytes, self._piece_bytes)
-            checksums.append([None] * len(starts))
-            if self._holds(shard.offset, shard.write.size_bytes):
-                spans += [(index, span) for span in self._spans(starts)]
+            size = shard.write.size_bytes
+            checksums.append([None] * -(-size // piece_bytes))
+            if self._holds(shard.offset, size):
+                self._add_spans(spans, index, 0, size)
             else:
                 failed[index] = Reason.INTERNAL
 
-        def copy(index: int, starts: range) -> None:
+        def copy(index: int, first: int, stop: int) -> None:
             shard = shards[index]
-            size, at = shard.write.size_bytes, shard.offset
-            first, stop = starts.start, min(starts.stop, size)
-            shard.write.source.gather(first, stop, self._mapping.address + at + first)
-            for start in starts:
-                checksums[index][start // self._piece_bytes] = piece_checksum(
-                    self._mapping.view[at + start : at + min(start + self._piece_bytes, size)]
-                )
+            at, of_shard = shard.offset, checksums[index]
+            shard.write.source.gather(first, stop, address + at + first)
+            while first < stop:
+                end = min(first + piece_bytes, stop)
+                of_shard[first // piece_bytes] = piece_checksum(view[at + first : at + end])
+                first = end
 
         if not self._copy_all(spans, copy, failed, watch):
             return [Reason.AGENT_DOWN] * len(shards)
@@ -204,33 +208,32 @@ class SharedMemoryPlane:
         """See `Plane`. Each piece is verified before any of it is handed over."""
         missing: list[set[int]] = []
         failed: dict[int, Reason] = {}
-        spans: list[tuple[int, range]] = []
+        spans: list[_Span] = []
+        piece_bytes, address, view = self._piece_bytes, self._mapping.address, self._mapping.view
         for index, shard in enumerate(shards):
             read = shard.read
-            first = read.start - read.start % self._piece_bytes
-            starts = range(first, read.stop if read.stop > read.start else first, self._piece_bytes)
-            of_shard = self._spans(starts)
-            missing.append({span.start for span in of_shard})
-            if self._holds(shard.offset, read.size_bytes):
-                spans += [(index, span) for span in of_shard]
-            else:
+            num_before = len(spans)
+            if not self._holds(shard.offset, read.size_bytes):
                 failed[index] = Reason.INTERNAL
+            elif read.start < read.stop:
+                self._add_spans(spans, index, read.start - read.start % piece_bytes, read.stop)
+            missing.append({first for _, first, _ in spans[num_before:]})
 
-        def copy(index: int, starts: range) -> None:
+        def copy(index: int, first: int, stop: int) -> None:
             shard = shards[index]
             read, at, checksums = shard.read, shard.offset, shard.checksums
             if checksums is not None:
-                for start in starts:
-                    stop = min(start + self._piece_bytes, read.size_bytes)
-                    found = piece_checksum(self._mapping.view[at + start : at + stop])
-                    if found != checksums[start // self._piece_bytes]:
+                start = first
+                while start < stop:  # whole pieces: the last one may end after what is wanted
+                    end = min(start + piece_bytes, read.size_bytes)
+                    found = piece_checksum(view[at + start : at + end])
+                    if found != checksums[start // piece_bytes]:
                         failed[index] = Reason.CHECKSUM
                         return
-            wanted = max(starts.start, read.start)
-            read.sink.scatter(
-                wanted, min(starts.stop, read.stop), self._mapping.address + at + wanted
-            )
-            missing[index].discard(starts.start)
+                    start = end
+            wanted = max(first, read.start)
+            read.sink.scatter(wanted, stop, address + at + wanted)
+            missing[index].discard(first)
 
         if not self._copy_all(spans, copy, failed, watch):
             return [Reason.AGENT_DOWN] * len(shards)
@@ -244,38 +247,45 @@ class SharedMemoryPlane:
         self._mapping.retire()
         self._spare.stop()
 
-    def _spans(self, starts: range) -> list[range]:
-        """The pieces that begin at `starts`, cut into runs that are copied at once: none is shorter than a span, unless
-        all together are. A run ends where the next one begins; the last may end beyond what is wanted."""
-        count = max(1, len(starts) // self._pieces_per_span) if starts else 0
-        cuts = [starts.start + len(starts) * i // count * starts.step for i in range(count)]
-        stops = [*cuts[1:], starts.start + len(starts) * starts.step]
-        return [range(a, b, starts.step) for a, b in zip(cuts, stops, strict=False)]
+    def _add_spans(self, spans: list[_Span], index: int, first: int, stop: int) -> None:
+        """Cut [first, stop) of a shard into spans of whole pieces but for the end; `first` is where a piece begins.
+
+        None has fewer pieces than a span should have, unless all together have.
+        """
+        step = self._piece_bytes
+        num_pieces = -(-(stop - first) // step)
+        num_spans = num_pieces // self._pieces_per_span
+        if num_spans <= 1:
+            if num_pieces:
+                spans.append((index, first, stop))
+            return
+        cuts = [first + num_pieces * i // num_spans * step for i in range(num_spans)]
+        cuts.append(stop)
+        spans += [(index, *cut) for cut in pairwise(cuts)]
 
     def _copy_all(
         self,
-        spans: list[tuple[int, range]],
-        copy: Callable[[int, range], None],
+        spans: list[_Span],
+        copy: Callable[[int, int, int], None],
         failed: dict[int, Reason],
         watch: Watch,
     ) -> bool:
-        """Call `copy(shard, starts of pieces)` for the spans, here and in the spare thread, until the watch stops it.
+        """Call `copy` for the spans, here and in the spare thread, until the watch stops it.
 
         Shards in `failed` are passed over, and one whose copy raises is added. False when the mapping is gone.
         """
         if not self._mapping.enter():
             return False
         left = iter(spans)  # of a list, so that two threads may share it
-        num_pieces = sum(len(starts) for _, starts in spans)
 
         def work(may_go_on: Callable[[], bool]) -> None:
-            for index, starts in left:
+            for index, first, stop in left:
                 if not may_go_on():
                     return
                 if index in failed:
                     continue
                 try:
-                    copy(index, starts)
+                    copy(index, first, stop)
                 except Exception:  # noqa: BLE001 - the caller's source or sink may raise anything
                     failed[index] = Reason.INTERNAL
                     _log.exception(
@@ -283,7 +293,7 @@ class SharedMemoryPlane:
                     )
 
         try:
-            if num_pieces < MIN_SHARED_PIECES or len(spans) == 1:
+            if len(spans) * self._pieces_per_span < MIN_SHARED_PIECES or len(spans) == 1:
                 work(watch.may_go_on)
             else:
                 self._spare.share(lambda: work(watch.may_go_on), lambda: work(watch.has_time))
