@@ -22,6 +22,7 @@ import torch
 from scheduler_harness import Engine, Text, World
 from scheduler_shapes import SHAPES
 
+from cacheservice.cli.status import is_rank_of
 from cacheservice.connector.checks import caution_of, check_engine
 from cacheservice.core.keys import chunk_keys_of
 from cacheservice.core.layout import GroupKind
@@ -543,3 +544,10 @@ def test_two_data_parallel_ranks_share_the_cache_and_have_names_of_their_own(wor
     assert last_answer(made[1], "1") == 256
     assert made[0].half.plan.digest == made[1].half.plan.digest
     assert names == ["fleet-dp0", "fleet-dp1"]
+
+
+def test_larder_status_counts_all_ranks_of_a_data_parallel_group():
+    assert all(is_rank_of(name, "decode") for name in ("decode", "decode-dp0", "decode-dp12"))
+    assert not any(
+        is_rank_of(name, "decode") for name in ("decode-2", "decode-dp", "my-decode-dp0")
+    )

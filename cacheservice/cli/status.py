@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -105,7 +106,7 @@ def observe(run: RunState) -> tuple[list[EngineStatus], list[AgentStatus]]:
         ))  # fmt: skip
     engines = []
     for engine in run.engines:
-        own = [session for session in sessions if session.hello.engine_name == engine.name]
+        own = [s for s in sessions if is_rank_of(s.hello.engine_name, engine.name)]
         outcomes: dict[str, int] = {}
         for session in own:
             for outcome in session.outcomes:
@@ -118,6 +119,11 @@ def observe(run: RunState) -> tuple[list[EngineStatus], list[AgentStatus]]:
             hit_tokens=sum(session.hit_tokens for session in own), outcomes=dict(sorted(outcomes.items())),
         ))  # fmt: skip
     return engines, agents
+
+
+def is_rank_of(session_name: str, engine_name: str) -> bool:
+    """Whether a session is one of this engine's, which has `-dpN` in its name for rank N of a data parallel group."""
+    return re.fullmatch(rf"{re.escape(engine_name)}(-dp\d+)?", session_name) is not None
 
 
 def _as_json(
