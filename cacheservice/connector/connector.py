@@ -52,6 +52,7 @@ from cacheservice.connector.namespace import (
 from cacheservice.connector.pages import GroupPages, group_pages
 from cacheservice.connector.scheduler import SchedulerHalf
 from cacheservice.connector.stats import LarderPromMetrics, LarderStats
+from cacheservice.connector.unwritten import UnwrittenBlocks
 from cacheservice.connector.worker import WorkerHalf
 from cacheservice.errors import UncacheableError
 
@@ -116,6 +117,15 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
         if self._refusal:
             return
         self._scheduling.bind_block_pool(kv_cache_manager.block_pool)
+        if self._vllm_config.scheduler_config.policy == "priority":
+            self._scheduling.watch_preemptions(
+                UnwrittenBlocks(
+                    kv_cache_manager.block_pool,
+                    num_groups=len(self._kv_cache_config.kv_cache_groups),
+                    hash_block_tokens=self._kv_cache_config.hash_block_size,
+                    step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
+                )
+            )
         self._scheduling.expect(
             describe_engine(
                 self._vllm_config,

@@ -48,6 +48,7 @@ from cacheservice.connector.requests import (
 from cacheservice.connector.room import leaves_room, needs_guard
 from cacheservice.connector.saves import Saves, blocks_per_chunk, offers_by_chunk
 from cacheservice.connector.stats import LarderStats, StatsRecorder
+from cacheservice.connector.unwritten import UnwrittenBlocks
 from cacheservice.core.keys import chunk_keys_of, short_hex
 from cacheservice.core.outcomes import Outcome, OutcomeKind, Reason
 from cacheservice.core.prefix import WHOLE, blocks_read
@@ -119,6 +120,7 @@ class SchedulerHalf:
         self._saves: Saves | None = None
         self._tracked: dict[str, _Tracked] = {}
         self._block_pool: Any = None
+        self._unwritten: UnwrittenBlocks | None = None
         self._holders: dict[str, Any] = {}
         """vLLM's requests that hold the blocks of a load, which may be on its way, and have not run since."""
         self._new_loads: list[LoadJob] = []
@@ -134,6 +136,10 @@ class SchedulerHalf:
         self._saves = Saves(
             Pins(block_pool), num_ranks=self._num_ranks, new_id=self._take_id, clock=self._clock
         )
+
+    def watch_preemptions(self, unwritten: UnwrittenBlocks) -> None:
+        """From now on take back the names of blocks whose forward pass is preempted (priority scheduling)."""
+        self._unwritten = unwritten
 
     def describe(self, engine: EngineFacts, ranks: Sequence[RankFacts]) -> NamespacePlan:
         """Settle the namespace. Raises RefusedError when the ranks can't share one."""
@@ -338,6 +344,8 @@ class SchedulerHalf:
         """Drop what is known of the request; returns the hand-over for its answer."""
         tracked = self._tracked.pop(request.request_id, None)
         self._holders.pop(request.request_id, None)
+        if self._unwritten is not None:
+            self._unwritten.forget(request.request_id)
         if tracked is None:
             return None
         state = tracked.state
@@ -404,6 +412,8 @@ class SchedulerHalf:
     def build_metadata(self, scheduler_output: Any) -> LarderMetadata:
         """What the ranks shall do in this step."""
         self._wait_budget_s = STEP_WAIT_S
+        if self._unwritten is not None:
+            self._unwritten.see_plan(scheduler_output, self._request_of)
         metadata = LarderMetadata(loads=self._new_loads)
         self._new_loads = []
         if self._plan_is_news:
@@ -416,6 +426,11 @@ class SchedulerHalf:
                         tracked.state.see_new_agent(status.epoch)
                 metadata.saves = self._plan_saves(self._plan, self._saves, scheduler_output)
         return metadata
+
+    def _request_of(self, request_id: str) -> Any:
+        """vLLM's request; None for one that is gone."""
+        tracked = self._tracked.get(request_id)
+        return tracked.request if tracked is not None else None
 
     def _plan_saves(
         self, plan: NamespacePlan, saves: Saves, scheduler_output: Any
