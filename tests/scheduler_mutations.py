@@ -203,14 +203,6 @@ def hit_is_a_chunk_too_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(requests, "hit_tokens", shorter)
 
 
-@mutation("gemma-no-prefix-caching", "gpt-oss")
-def loads_take_all_blocks(patch: pytest.MonkeyPatch) -> None:
-    """A load is offered although others, which vLLM can't preempt, then lack blocks to run at all."""
-    import cacheservice.connector.scheduler as scheduler
-
-    patch.setattr(scheduler, "leaves_room", lambda *groups, **given: True)
-
-
 # What the ranks report.
 
 

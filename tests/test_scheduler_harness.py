@@ -196,6 +196,42 @@ def test_a_preempted_request_is_offered_what_lies_beyond_its_computed_tokens(nam
     assert len(last.block_ids[0]) == (256 - last.start_token) // 16
 
 
+@pytest.mark.parametrize("keeps_room", [True, False])
+def test_two_loaded_requests_do_not_hold_all_blocks_between_them(monkeypatch, keeps_room):
+    """28 + 8 blocks for 448 loaded tokens of one, 10 + 8 for 160 of the other, and 2 are left; the first needs 4 to run
+    at all. vLLM 0.32 lets it come to that, and can't preempt either."""
+    import cacheservice.connector.scheduler as scheduler
+
+    if not keeps_room:
+        monkeypatch.setattr(scheduler, "leaves_room", lambda *groups, **given: True)
+    world = World()
+    shape = SHAPES["gpt-oss"]
+    texts = [Text(prompt(1, 475)), Text(prompt(2, 170))]
+    with world.installed():
+        writer = Engine(world, shape, num_blocks=800, tokens_per_chunk=32)
+        for text in texts:
+            writer.add(f"w{len(text.prompt)}", Text(text.prompt), max_tokens=1)
+            writer.run()
+        writer.shut_down()
+        engine = Engine(world, shape, num_blocks=57, budget=50, tokens_per_chunk=32)
+        for number, text in enumerate(texts):
+            engine.add(str(number), text, max_tokens=20)
+        for _ in range(20):  # nothing but lookups comes back
+            engine.step()
+            world.pass_time(0.001)
+        if not keeps_room:
+            assert engine.num_loads == 2
+            with pytest.raises(Wrong, match="not at rest"):
+                engine.run()
+            engine.kill()
+            return
+        assert engine.num_loads == 1
+        engine.run()
+        assert engine.num_loads == 2
+        engine.check_at_rest()
+        engine.shut_down()
+
+
 def test_deepseek_v4_has_a_block_table_per_block_size():
     """A prompt of 4096 tokens: every group keeps its own table, whatever `cache_config.block_size` has become."""
     world = World()
