@@ -154,6 +154,14 @@ PLANTED = [
         "Request has no moons",
     ),
     (
+        "class A:\n def f(self, request_of: Callable[[str], Any]): request_of(1).moons",
+        "Request has no moons",
+    ),
+    (
+        "class A:\n def _request_of(self) -> Any: ...\n def f(self): self._request_of().moons",
+        "Request has no moons",
+    ),
+    (
         "def f(group: Any):\n  for n, (s, _) in enumerate(zip([group], 'ab')): s.moons",
         "KVCacheGroupSpec has no moons",
     ),
@@ -375,6 +383,8 @@ def test_only_source_is_fetched_and_only_of_the_pinned_wheel(tmp_path, monkeypat
     pinned_list.write_text(f"vllm==9.9 --hash=sha256:{digest}\n")
     assert tool.main() == 0
     assert fetched() == ["larder-fetched", "vllm/__init__.py"]
+    pinned_list.write_text(f"# another list\nvllm==9.9 --hash=sha256:{digest}\n")
+    assert tool.main() == 0, "an older one gives way"
     wheel.unlink()
     assert tool.main() == 0, "what is there is not fetched again"
     pinned_list.write_text(f"vllm==9.9 --hash=sha256:{'1' * 64}\n")

@@ -42,6 +42,7 @@ from vllm_classes import (
 SPEC = "vllm.v1.kv_cache_interface:KVCacheSpec"
 ROOTS = {
     "_outer_transfer": "vllm.config.kv_transfer:KVTransferConfig",
+    "_request_of": "vllm.v1.request:Request",
     "block_pool": "vllm.v1.core.block_pool:BlockPool",
     "blocks": "vllm.v1.core.kv_cache_manager:KVCacheBlocks",
     "cache": "vllm.config.cache:CacheConfig",
@@ -57,6 +58,7 @@ ROOTS = {
     "multimodal_facts.config": "vllm.config.multimodal:MultiModalConfig",
     "parallel": "vllm.config.parallel:ParallelConfig",
     "request": "vllm.v1.request:Request",
+    "request_of": "vllm.v1.request:Request",
     "scheduler_output": "vllm.v1.core.sched.output:SchedulerOutput",
     "spec": SPEC,
     "speculative": "vllm.config.speculative:SpeculativeConfig",
@@ -64,7 +66,7 @@ ROOTS = {
     "vllm_config": "vllm.config.vllm:VllmConfig",
 }
 """Classes of what our code takes as `Any`, by the name of the parameter or field, by function and parameter, or, for
-what a function returns, by its name."""
+what a function of ours or a parameter that is one returns, by its name."""
 
 NOT_VLLM = {
     "_canonical": "JSON values",
@@ -301,7 +303,8 @@ class _Scope:
                         node,
                         f"{node.name}({argument.arg}) is Any: say in ROOTS or NOT_VLLM what it is",
                     )
-                names[argument.arg] = kind
+                is_function = ast.unparse(argument.annotation).startswith("Callable[")
+                names[argument.arg] = Bound(kind) if is_function and kind is not None else kind
             else:
                 names[argument.arg] = self._annotation(argument.annotation)
         if node.returns is not None and _mentions_any(node.returns):
@@ -458,6 +461,8 @@ class _Scope:
             case Own():
                 if name in held.holds:
                     return held.holds[name]
+                if name in self._file.package.returns:
+                    return Bound(self._file.package.returns[name])
                 if name not in held.defined and held.bases:
                     return self._file.read_member(node, held.bases, name)
                 return None
