@@ -571,8 +571,8 @@ class _Arenas:
         if not self._has_complained:
             self._has_complained = True
             logger.warning(
-                "CUDA registered %d of %d MiB of the cache's memory, the rest is copied twice and slower: %s. Is the "
-                "pod's locked memory limited (ulimit -l)?",
+                "CUDA registered %d of %d MiB of the cache's memory; the rest is copied through pinned buffers, slower: "
+                "%s. Ask of the GPU's driver and container runtime why cudaHostRegister is refused",
                 done // MIB,
                 wanted // MIB,
                 error,
