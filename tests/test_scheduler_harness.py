@@ -227,7 +227,7 @@ def test_two_loaded_requests_do_not_hold_all_blocks_between_them(monkeypatch, ke
             return
         assert engine.num_loads == 1
         engine.run()
-        assert engine.num_loads == 2
+        assert engine.num_loads >= 2
         engine.check_at_rest()
         engine.shut_down()
 
