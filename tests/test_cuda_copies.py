@@ -29,7 +29,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from page_shapes import plain, shapes
 
-import cacheservice.connector.cuda_copies as module
+import cacheservice.connector.cuda_arenas as module
 from cacheservice.client import (
     AgentAdmin,
     CacheClient,

@@ -8,9 +8,8 @@ of a slot is written again only after the transfers that read it. Staging memory
 a slab and two slots. No error of CUDA leaves this module towards vLLM: `fence` keeps it for the copies, where it
 becomes a failed load or a dropped save.
 
-The arena is registered with the driver in slices, on a thread of ours, from the engine's first load or save on: earlier
-the engine may be capturing graphs, which other threads' CUDA calls can spoil. What is not registered (not yet, refused,
-or frames of the stream plane) goes through pinned slots.
+The arena is registered with the driver (cuda_arenas.py). What is not (not yet, refused, or frames of the stream plane)
+goes through pinned slots.
 
 Called by: worker.py through copies.py; the client's threads. The GPU itself is behind the port `Gpu`: cuda_device.py
 is the real one, tests have one that does what is queued as late, or as wrongly, as the queued order allows.
@@ -20,34 +19,32 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 import queue
 import threading
-from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cacheservice.client.values import MappedArena
+from cacheservice.connector.cuda_arenas import RegisteredArenas, Registrar
+from cacheservice.connector.cuda_rows import PageTable, Rows
 from cacheservice.connector.pages import ShardLayout
 from cacheservice.errors import LarderError
 
 logger = logging.getLogger(__name__)
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+KIB, MIB = 1 << 10, 1 << 20
 
 NUM_SLOTS = 2
 SPAN_BYTES = 4 * MIB
 """What the client is asked to copy at once. It makes spans of less than twice that, so one transfer each; the host's
 work for one is some tens of microseconds, whatever its length."""
 ROW_BYTES = 8
-REGISTER_BYTES = GIB
-"""What is registered in one call, which keeps the driver busy for a fraction of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +121,7 @@ class Lane(Protocol):
         """Block until all that was queued here is done."""
 
 
-class Gpu(Protocol):
+class Gpu(Registrar, Protocol):
     """The device with the pages of one rank. Every method may raise what the CUDA library raises."""
 
     first_byte: int
@@ -136,12 +133,6 @@ class Gpu(Protocol):
 
     def open_lanes(self, staging: Staging) -> Sequence[Lane]:
         """New lanes, and all their memory."""
-
-    def register(self, address: int, num_bytes: int) -> None:
-        """Let transfers go straight to and from this host memory."""
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`, before the memory goes."""
 
 
 class CopyFailed(LarderError):
@@ -171,10 +162,10 @@ class CudaCopier:
         _warm_up(lanes[0])
         for lane in lanes:
             self._lanes.put(lane)
-        self._tables: WeakKeyDictionary[ShardLayout, _Table] = WeakKeyDictionary()
+        self._tables: WeakKeyDictionary[ShardLayout, PageTable] = WeakKeyDictionary()
         self._problem = ""
         self._noted = ""
-        self._arenas = _Arenas(gpu)
+        self._arenas = RegisteredArenas(gpu)
 
     @property
     def arena_user(self) -> CudaCopier:
@@ -207,15 +198,15 @@ class CudaCopier:
             table = self._tables[layout] = self._table_of(layout)
         return CudaRuns(self, table, table.checked(blocks), after, first_byte)
 
-    def _table_of(self, layout: ShardLayout) -> _Table:
+    def _table_of(self, layout: ShardLayout) -> PageTable:
         gpu = self._gpu
-        return _Table(layout, gpu.first_byte, gpu.num_bytes, self._staging.bounce_bytes)
+        return PageTable(layout, gpu.first_byte, gpu.num_bytes, self._staging.bounce_bytes)
 
     def close(self) -> None:
         """See `Copier`. The memory goes with the last reference to it."""
         self._arenas.close()
 
-    def copy_out(self, rows: _Rows, destination: int, after: CudaFence) -> None:
+    def copy_out(self, rows: Rows, destination: int, after: CudaFence) -> None:
         """Pages to host memory. Returns when the bytes are there."""
         with self._lane(after) as lane:
             landing: list[tuple[int, int] | None] = [None] * NUM_SLOTS
@@ -244,7 +235,7 @@ class CudaCopier:
             for slot in range(min(used, NUM_SLOTS)):
                 settle(slot)
 
-    def copy_in(self, rows: _Rows, source: int, after: CudaFence) -> None:
+    def copy_in(self, rows: Rows, source: int, after: CudaFence) -> None:
         """Host memory to pages. Returns when the bytes are there."""
         with self._lane(after) as lane:
             used = 0
@@ -300,7 +291,7 @@ class CudaCopier:
                 "copying between GPU and cache failed, the engine computes instead: %s", problem
             )
 
-    def _parts(self, rows: _Rows, address: int) -> Iterator[tuple[int, int, bool]]:
+    def _parts(self, rows: Rows, address: int) -> Iterator[tuple[int, int, bool]]:
         """(first byte, length, whether the host memory is registered) of each transfer, none much shorter than others.
 
         A transfer stays within one registration: CUDA does not promise more.
@@ -354,7 +345,7 @@ class CudaRuns:
     def __init__(
         self,
         copier: CudaCopier,
-        table: _Table,
+        table: PageTable,
         blocks: NDArray[np.int64],
         after: CudaFence,
         first_byte: int,
@@ -373,207 +364,5 @@ class CudaRuns:
         """Copy bytes [start, stop) of the shard from `source` into the pages; they are there on return."""
         self._copier.copy_in(self._rows(start, stop), source, self._after)
 
-    def _rows(self, start: int, stop: int) -> _Rows:
-        position, end = start - self._first_byte, stop - self._first_byte
-        if position < 0 or end > len(self._blocks) * self._table.block_bytes:
-            raise IndexError(
-                f"bytes [{start}, {stop}) are outside of the {len(self._blocks)} blocks of this copy"
-            )
-        grain = math.gcd(self._table.grain, position, end)
-        return _Rows(*self._table.rows_of_block(grain), self._blocks, grain, position, end)
-
-
-class _Table:
-    """Where one block of a shard lies, in rows: equal, aligned stretches of `grain` bytes of the pages' allocation."""
-
-    __slots__ = (
-        "__weakref__",
-        "_by_grain",
-        "_lengths",
-        "_max_block",
-        "_offsets",
-        "_strides",
-        "block_bytes",
-        "grain",
-    )
-
-    def __init__(
-        self, layout: ShardLayout, first_byte: int, num_bytes: int, max_grain: int
-    ) -> None:
-        self._offsets = [run.address - first_byte for run in layout.runs]
-        self._strides = [run.block_stride for run in layout.runs]
-        self._lengths = [run.length for run in layout.runs]
-        self._max_block = min(
-            (num_bytes - offset - length) // stride
-            for offset, length, stride in zip(
-                self._offsets, self._lengths, self._strides, strict=True
-            )
-        )
-        self.block_bytes = layout.block_bytes
-        # Also a divisor of every limit of a transfer.
-        self.grain = math.gcd(max_grain, *self._offsets, *self._strides, *self._lengths)
-        self._by_grain: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
-
-    def checked(self, blocks: Sequence[int]) -> NDArray[np.int64]:
-        """The ids as an array. Raises IndexError for one that is not there: the GPU would end the process."""
-        ids = np.asarray(blocks, dtype=np.int64)
-        if ids.size and (ids.min() < 0 or ids.max() > self._max_block):
-            raise IndexError(
-                f"block {ids.max()} is beyond the last one of the KV cache, {self._max_block}"
-            )
-        return ids
-
-    def rows_of_block(self, grain: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Row numbers of block 0 in shard order, and how far each moves per block."""
-        if (made := self._by_grain.get(grain)) is None:
-            rows = [
-                np.arange(offset // grain, (offset + length) // grain, dtype=np.int64)
-                for offset, length in zip(self._offsets, self._lengths, strict=True)
-            ]
-            steps = [
-                np.full(len(r), stride // grain, dtype=np.int64)
-                for r, stride in zip(rows, self._strides, strict=True)
-            ]
-            made = self._by_grain[grain] = (np.concatenate(rows), np.concatenate(steps))
-        return made
-
-
-class _Rows:
-    """The rows of bytes [position, end) of some blocks, one after another."""
-
-    __slots__ = ("_blocks", "_first", "_of_block", "_steps", "grain", "num_bytes")
-
-    def __init__(
-        self,
-        of_block: NDArray[np.int64],
-        steps: NDArray[np.int64],
-        blocks: NDArray[np.int64],
-        grain: int,
-        position: int,
-        end: int,
-    ) -> None:
-        self._of_block = of_block
-        self._steps = steps
-        self._blocks = blocks
-        self._first = position
-        self.grain = grain
-        self.num_bytes = end - position
-
-    def write(self, at: int, num_bytes: int, out: NDArray[np.int64]) -> int:
-        """Write the rows of `num_bytes` from byte `at` on; returns their number."""
-        per_block = len(self._of_block)
-        first = (self._first + at) // self.grain
-        last = first + num_bytes // self.grain
-        number, within = divmod(first, per_block)
-        written = 0
-        if within:  # the rest of a block
-            stop = min(per_block, within + last - first)
-            written = stop - within
-            self._write_one(number, within, stop, out[:written])
-            number += 1
-        whole = (last - first - written) // per_block
-        if whole:
-            room = out[written : written + whole * per_block].reshape(whole, per_block)
-            blocks = self._blocks[number : number + whole, np.newaxis]
-            np.multiply(blocks, self._steps, out=room)
-            room += self._of_block
-            written += whole * per_block
-            number += whole
-        if rest := last - first - written:
-            self._write_one(number, 0, rest, out[written : written + rest])
-        return last - first
-
-    def _write_one(self, number: int, start: int, stop: int, out: NDArray[np.int64]) -> None:
-        np.multiply(self._steps[start:stop], self._blocks[number], out=out)
-        out += self._of_block[start:stop]
-
-
-class _Arenas:
-    """Which host memory is registered, and the thread that registers it."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu = gpu
-        # Guards what follows; never held while CUDA is called or an arena left.
-        self._lock = threading.Lock()
-        self._waiting: list[MappedArena] = []
-        self._registered: list[tuple[int, int]] = []
-        """(first byte, byte after the last one) of each registration, by address."""
-        self._has_begun = False
-        self._has_complained = False
-        self._is_closed = False
-
-    def begin(self) -> None:
-        """The engine serves: register what is mapped, and from now on whatever comes. Cheap when it has begun."""
-        if self._has_begun:
-            return
-        with self._lock:
-            self._has_begun = True
-            waiting, self._waiting = self._waiting, []
-        for arena in waiting:
-            self._start(arena)
-
-    def add(self, arena: MappedArena) -> None:
-        """Register `arena`, now or when the engine serves."""
-        with self._lock:
-            if not self._has_begun:
-                self._waiting.append(arena)
-                return
-        self._start(arena)
-
-    def remove(self, arena: MappedArena) -> None:
-        """Unregister what lies in `arena`; nobody copies from or to it any more."""
-        stop = arena.address + arena.num_bytes
-        with self._lock:
-            self._waiting = [a for a in self._waiting if a is not arena]
-            gone = [r for r in self._registered if arena.address <= r[0] < stop]
-            self._registered = [r for r in self._registered if r not in gone]
-        for first, _ in gone:
-            try:
-                self._gpu.unregister(first)
-            except Exception as error:  # noqa: BLE001 - whatever CUDA's library raises
-                logger.warning("the old arena could not be unregistered: %s", error)
-
-    def reach(self, address: int) -> int:
-        """Bytes from `address` on in one registration; 0 when it is in none."""
-        with self._lock:
-            at = bisect_right(self._registered, (address, math.inf)) - 1
-            return max(0, self._registered[at][1] - address) if at >= 0 else 0
-
-    def close(self) -> None:
-        """Start no registration any more. What is registered goes when its arena does."""
-        self._is_closed = True
-
-    def _start(self, arena: MappedArena) -> None:
-        thread = threading.Thread(
-            target=self._register, args=(arena,), name="larder-register", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError as error:  # no more threads
-            self._complain(0, arena.num_bytes, error)
-
-    def _register(self, arena: MappedArena) -> None:
-        for start in range(arena.address, arena.address + arena.num_bytes, REGISTER_BYTES):
-            stop = min(start + REGISTER_BYTES, arena.address + arena.num_bytes)
-            if self._is_closed or not arena.enter():
-                return
-            try:
-                self._gpu.register(start, stop - start)
-                with self._lock:
-                    insort(self._registered, (start, stop))
-            except Exception as error:  # noqa: BLE001 - whatever CUDA's library raises
-                self._complain(start - arena.address, arena.num_bytes, error)
-                return
-            finally:
-                arena.leave()
-
-    def _complain(self, done: int, wanted: int, error: Any) -> None:
-        if not self._has_complained:
-            self._has_complained = True
-            logger.warning(
-                "CUDA registered %d of %d MiB of the cache's memory; the rest is copied through pinned buffers, slower: "
-                "%s. Ask of the GPU's driver and container runtime why cudaHostRegister is refused",
-                done // MIB,
-                wanted // MIB,
-                error,
-            )
+    def _rows(self, start: int, stop: int) -> Rows:
+        return self._table.rows(self._blocks, start - self._first_byte, stop - self._first_byte)
