@@ -243,7 +243,7 @@ class StoreCounts:
     """Gauges now, and totals. Bytes of extents include padding to pages.
 
     A shard costs at most about 1 KB of the agent's memory, all records, the policy and its ghosts included
-    (`test_store_memory.py` measures it).
+    (`bench/agent.py` measures it).
     """
 
     arena_bytes: int
