@@ -656,6 +656,7 @@ def test_torch_is_called_for_streams_of_our_own_alone(monkeypatch, caplog):
     pages = shape.room()
     wanted = pages.clone()
     copier = cuda_device.cuda_copier(shape.views(pages))
+    assert torch.equal(pages, wanted)  # loading the kernels changed no page
     assert [c for c in fake.calls if c[0] == "stream"] == [("stream", 0)] * 8
     assert fake.calls.count(("wait_stream", "the engine's")) == 8
     host = ctypes.create_string_buffer(random.Random(2).randbytes(16_000), 16_000)

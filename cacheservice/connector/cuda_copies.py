@@ -159,7 +159,7 @@ class CudaCopier:
         self._staging = staging
         self._lanes: queue.LifoQueue[Lane] = queue.LifoQueue()
         lanes = gpu.open_lanes(staging)
-        _warm_up(lanes[0])
+        _warm_up(lanes[0], min(gpu.num_bytes, staging.slab_bytes), staging.max_rows)
         for lane in lanes:
             self._lanes.put(lane)
         self._tables: WeakKeyDictionary[ShardLayout, PageTable] = WeakKeyDictionary()
@@ -310,21 +310,24 @@ class CudaCopier:
             at += length
 
 
-def _warm_up(lane: Lane) -> None:
+def _warm_up(lane: Lane, num_bytes: int, max_rows: int) -> None:
     """Load the kernels now: CUDA loads them when they are first used, and may stop the device for that.
 
-    Writes the first eight bytes of the pages with themselves, while the engine starts. On a thread of its own, since
-    a lane changes its thread's CUDA settings; raises what came up there.
+    Writes the first rows of the pages, of `num_bytes` at most, with themselves, while the engine starts; as many as
+    make torch choose the kernels that copies will use. On a thread of its own, since a lane changes its thread's CUDA
+    settings; raises what came up there.
     """
+    grain = KIB if num_bytes >= KIB else ROW_BYTES
+    num_rows = min(64, max_rows, num_bytes // grain)
     failures: list[Exception] = []
 
     def run() -> None:
         try:
             with lane:
-                lane.rows[0][0] = 0
-                lane.take_rows(0, 1)
-                lane.gather(1, 8)
-                lane.scatter(1, 8)
+                lane.rows[0][:num_rows] = np.arange(num_rows)
+                lane.take_rows(0, num_rows)
+                lane.gather(num_rows, grain)
+                lane.scatter(num_rows, grain)
                 lane.mark(0)
                 lane.wait(0)
         except Exception as failure:  # noqa: BLE001 - raised below, in the thread that asked
