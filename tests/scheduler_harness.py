@@ -272,11 +272,18 @@ class Rank:
 
         self.number = number
         kv = engine.worker_kv
-        self.views = allocate_kv_cache(kv, torch.device("cpu"), KVCacheLayout[kv.kv_cache_layout])
+        kernel_block = engine.shape.kernel_block
+        self.views = allocate_kv_cache(
+            kv,
+            torch.device("cpu"),
+            KVCacheLayout[kv.kv_cache_layout],
+            [kernel_block] * len(kv.kv_cache_groups) if kernel_block else None,
+        )
         self.pages: dict[str, np.ndarray] = {}
-        """Per layer uint8 [blocks, slices, states, bytes], over the rank's one allocation."""
+        """Per layer uint8 [blocks, kernel blocks of each, slices, states, bytes], over the rank's one allocation."""
         for name, view in self.views.items():
-            self.pages[name] = view.view(torch.uint8).numpy()
+            by_block = view.view(torch.uint8).unflatten(0, (kv.num_blocks, -1))
+            self.pages[name] = by_block.numpy()
         for page in self.pages.values():
             page[:] = engine.world.rng.randrange(256)
         for page in self.pages.values():
@@ -561,18 +568,22 @@ class Engine:
         spec, group = plan.groups[group_number], self.groups[group_number]
         by_name = {layer.name: layer for layer in group.layers}
         per_shard = spec.num_heads // spec.num_shards
+        pieces = range(shard * per_shard, (shard + 1) * per_shard)
+        kernel_blocks = group.block_tokens // (self.shape.kernel_block or group.block_tokens)
+        is_token_major = self.shape.layout.index("N") < self.shape.layout.index("H")
         parts = []
         for block in stored_blocks(spec, tokens, chunk):
             for name in layers_in_order(list(by_name)):
-                layer = by_name[name]
-                for piece in range(shard * per_shard, (shard + 1) * per_shard):
-                    column = text.column(layer, piece, end)
-                    if group.kind == "state":
-                        parts.append(column[(block + 1) * group.block_tokens])
-                        continue
-                    k = layer.tokens_per_state
-                    first = block * group.block_tokens
-                    parts.append(column[first + k : first + group.block_tokens + 1 : k].reshape(-1))
+                columns = [text.column(by_name[name], piece, end) for piece in pieces]
+                if group.kind == "state":
+                    parts += [column[(block + 1) * group.block_tokens] for column in columns]
+                    continue
+                k = by_name[name].tokens_per_state
+                first = block * group.block_tokens
+                rows = [c[first + k : first + group.block_tokens + 1 : k] for c in columns]
+                page = np.stack(rows).reshape(len(rows), kernel_blocks, -1, rows[0].shape[1])
+                order = (1, 2, 0, 3) if is_token_major else (1, 0, 2, 3)
+                parts.append(page.transpose(order))
         return b"".join(part.tobytes() for part in parts)
 
     def describe(self) -> str:
@@ -779,33 +790,40 @@ class Engine:
 
     def _slots(
         self, layer: Layer, table: Sequence[int], first: int, stop: int
-    ) -> tuple[int, int, np.ndarray, np.ndarray]:
-        """(first state, state after the last, block of each, place in the block) of tokens [first, stop)."""
+    ) -> tuple[int, int, np.ndarray, np.ndarray, np.ndarray]:
+        """(first state, state after the last, block of each, kernel block in it, place in that) of tokens [first,
+        stop)."""
         k = layer.tokens_per_state
-        states_per_block = self.groups[layer.group].block_tokens // k
+        block_tokens = self.groups[layer.group].block_tokens
+        states_per_block = block_tokens // k
         low, high = first // k, stop // k
         states = np.arange(low, high)
         positions = states // states_per_block
         ids = np.asarray(table, dtype=np.int64)[positions] if high > low else positions
-        return low, high, ids, states % states_per_block
+        parts, slots = np.divmod(
+            states % states_per_block, (self.shape.kernel_block or block_tokens) // k
+        )
+        return low, high, ids, parts, slots
 
     def _write_tokens(self, request_id: str, known: Running, number: int, count: int) -> None:
         table, stop = known.table[number], known.computed + count
         for layer in self.groups[number].layers:
-            low, high, ids, slots = self._slots(layer, table, known.computed, stop)
+            low, high, ids, parts, slots = self._slots(layer, table, known.computed, stop)
             if not ids.all():
                 raise Wrong(f"{request_id} group {number}: vLLM computes into the null block")
             for rank in self.ranks:
                 for at, piece in enumerate(layer.pieces[rank.number]):
                     rows = known.text.column(layer, piece, stop)
                     k = layer.tokens_per_state
-                    rank.pages[layer.name][ids, at, slots] = rows[(low + 1) * k : high * k + 1 : k]
+                    rank.pages[layer.name][ids, parts, at, slots] = rows[
+                        (low + 1) * k : high * k + 1 : k
+                    ]
 
     def _check_tokens(
         self, where: str, text: Text, number: int, table: Sequence[int], first: int, stop: int, *, skip_null: bool
     ) -> None:  # fmt: skip
         for layer in self.groups[number].layers:
-            low, high, ids, slots = self._slots(layer, table, first, stop)
+            low, high, ids, parts, slots = self._slots(layer, table, first, stop)
             k = layer.tokens_per_state
             real = ids != NULL_BLOCK
             if not real.all():
@@ -814,13 +832,13 @@ class Engine:
                     raise Wrong(
                         f"{where} group {number} {layer.name}: token {(low + at) * k} is read from the null block"
                     )
-                ids, slots = ids[real], slots[real]
+                ids, parts, slots = ids[real], parts[real], slots[real]
             for rank in self.ranks:
                 for at, piece in enumerate(layer.pieces[rank.number]):
                     wanted = text.column(layer, piece, stop)[(low + 1) * k : high * k + 1 : k]
                     if not real.all():
                         wanted = wanted[real]
-                    found = rank.pages[layer.name][ids, at, slots]
+                    found = rank.pages[layer.name][ids, parts, at, slots]
                     if not np.array_equal(found, wanted):
                         bad = int(np.flatnonzero((found != wanted).any(axis=1))[0])
                         token = int(np.arange(low, high)[real][bad]) * k
@@ -853,9 +871,9 @@ class Engine:
         for layer in group.layers:
             for rank in self.ranks:
                 for at, piece in enumerate(layer.pieces[rank.number]):
-                    rank.pages[layer.name][known.table[number][column], at, 0] = known.text.column(
-                        layer, piece, after
-                    )[after]
+                    rank.pages[layer.name][known.table[number][column], 0, at, 0] = (
+                        known.text.column(layer, piece, after)[after]
+                    )
 
     def _check_state(self, where: str, text: Text, number: int, block: int, after: int) -> None:
         if block == NULL_BLOCK:
@@ -866,7 +884,7 @@ class Engine:
             for rank in self.ranks:
                 for at, piece in enumerate(layer.pieces[rank.number]):
                     wanted = text.column(layer, piece, after)[after]
-                    if not np.array_equal(rank.pages[layer.name][block, at, 0], wanted):
+                    if not np.array_equal(rank.pages[layer.name][block, 0, at, 0], wanted):
                         raise Wrong(
                             f"{where} group {number} rank {rank.number} {layer.name}: block {block} does not hold the "
                             f"state after {after} tokens"

@@ -481,9 +481,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("shape", choices=[*SHAPES, "all"])
     parser.add_argument("seed", type=int, nargs="?", help="replay this one")
-    parser.add_argument(
-        "--runs", type=int, default=1, help="without a seed: live seeds 0 to RUNS - 1"
-    )
+    parser.add_argument("--runs", type=int, default=1, help="without a seed: live so many")
+    parser.add_argument("--first", type=int, default=0, help="without a seed: begin with this one")
     parser.add_argument(
         "--mutation", choices=sorted(MUTATIONS), help="put this fault into the connector"
     )
@@ -495,7 +494,7 @@ def main(arguments: Sequence[str]) -> int:
     num_failed = 0
     for name in SHAPES if given.shape == "all" else [given.shape]:
         total = Counts()
-        for seed in range(given.runs):
+        for seed in range(given.first, given.first + given.runs):
             told = tell(name, seed, given.mutation)
             if told.counts is None:
                 num_failed += 1

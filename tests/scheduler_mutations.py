@@ -99,7 +99,9 @@ def load_is_shifted_by_a_block(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SchedulerHalf, "after_alloc", shifted)
 
 
-@mutation("gemma", "qwen3-next-tp1", "chunked-local", "deepseek-v4")
+@mutation(
+    "gemma", "qwen3-next-tp1", "chunked-local", "deepseek-v4", "three-block-sizes", "two-states"
+)
 def load_forgets_a_group(patch: pytest.MonkeyPatch) -> None:
     """The first group's pages are not loaded."""
     from cacheservice.connector.shards import RankShards
@@ -343,7 +345,7 @@ def state_is_saved_that_was_not_offered(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pins, "holds_state", lambda self, *rest: True)
 
 
-@mutation("dense-tp2", "gqa-tp4", "qwen3-next-tp2")
+@mutation("dense-tp2", "gqa-tp4", "qwen3-next-tp2", "kernel-blocks")
 def ranks_swap_their_shards(patch: pytest.MonkeyPatch) -> None:
     """Each rank stores and reads the shards of another one. Within one engine that goes well."""
     import cacheservice.connector.shards as shards

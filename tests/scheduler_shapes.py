@@ -31,6 +31,8 @@ class Shape:
     chunks: tuple[int, ...] = (32, 64)
     """Chunk sizes to choose from."""
     layout: str = "LBHNC"
+    kernel_block: int | None = None
+    """Tokens of the blocks that the attention backend uses; None = those of the manager."""
     prefix_caching: bool = True
     async_scheduling: bool = False
     policy: str = "fcfs"
@@ -122,6 +124,26 @@ def _qwen3_next(tp: int) -> dict[str, Any]:
     return {f"model.layers.{i}.mix": full(2, tp) if i == 3 else state(tp) for i in range(4)}
 
 
+def _two_states(tp: int) -> dict[str, Any]:
+    """A state that is cut over the ranks, one that every rank has, and full attention."""
+    return {
+        "model.layers.0.mix": state(tp),
+        "model.layers.1.mix": state(
+            1, page_size_padded=full(2, tp).page_size_bytes, tp_replicated=True
+        ),
+        "model.layers.2.mix": full(2, tp),
+    }
+
+
+def _three_block_sizes(tp: int) -> dict[str, Any]:
+    """Heads of three sizes: vLLM makes the pages equal, so that blocks have 16, 32 and 48 tokens."""
+    return {
+        "model.layers.0.attn": full(2, tp, head_size=6),
+        "model.layers.1.attn": sliding(2, tp, 40, head_size=3),
+        "model.layers.2.attn": sliding(2, tp, 100, head_size=2),
+    }
+
+
 def _llama4(tp: int) -> dict[str, Any]:
     import torch
     from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
@@ -182,6 +204,10 @@ SHAPES: dict[str, Shape] = {
             max_model_len=1536,
             budgets=(256, 400, 640),
         ),
+        Shape("three-block-sizes", _three_block_sizes, 2, chunks=(96, 192)),
+        Shape("two-states", _two_states, 2, (2,), chunks=(16,), has_state=True),
+        Shape("token-major", _dense(4), 4, (2,), layout="LBNHC"),
+        Shape("kernel-blocks", _dense(4), 4, (2, 1), kernel_block=8),
         Shape("no-prefix-caching", _dense(2), 2, prefix_caching=False),
         Shape("gemma-no-prefix-caching", _gemma, 1, prefix_caching=False),
         Shape("async", _dense(2), 2, async_scheduling=True),

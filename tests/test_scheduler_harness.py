@@ -285,7 +285,7 @@ def test_the_oracle_notices_a_single_wrong_byte():
         engine.step()
         engine.check_running()
         block = engine.scheduler.kv_cache_manager.get_block_ids("a")[0][3]
-        engine.ranks[1].pages["model.layers.1.attn"][block, 0, 7, 5] ^= 1
+        engine.ranks[1].pages["model.layers.1.attn"][block, 0, 0, 7, 5] ^= 1
         with pytest.raises(Wrong, match=r"rank 1 model\.layers\.1\.attn slice 2: token 55"):
             engine.check_running()
         with pytest.raises(Wrong, match="token 55"):
