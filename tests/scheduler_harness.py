@@ -21,7 +21,7 @@ import hashlib
 import pickle
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -172,6 +172,8 @@ class World:
         self.engine: Engine | None = None
         self.trace = hashlib.sha256()
         """Everything that was decided, to see that a replay is one."""
+        self.interrupt: Callable[[], None] = lambda: None
+        """Called when a step has run and before the scheduler sees its output, where vLLM's core takes aborts."""
         self.promptness = 1.0
         """How likely a lookup comes back while the scheduler half waits for it."""
         self._pools: list[SteppedPool] = []
@@ -656,6 +658,7 @@ class Engine:
         plan, output = self.in_flight.popleft()
         if output is None:
             output = self._execute(plan)
+        self.world.interrupt()
         for client in self.scheduler.update_from_output(plan, output).values():
             for one in client.outputs:
                 if one.finish_reason is not None:

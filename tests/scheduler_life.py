@@ -227,8 +227,13 @@ class Life:
         self.told.append((text, salt))
         self.ask(text, given)
 
+    def interrupt(self) -> None:
+        """What comes from outside while a step is under way."""
+        if self.open and self.rng.random() < self.mood.abort / 2:
+            self.abort_one()
+
     def abort_one(self) -> None:
-        """End a request from outside, or one that is long gone."""
+        """End a request from outside."""
         request_id = self.rng.choice(sorted(self.open))
         self.engine.abort(request_id)
         self.counts.aborts += 1
@@ -365,6 +370,7 @@ def live(name: str, seed: int, mutation: str | None = None) -> tuple[Counts, str
     mood = Mood.of(rng)
     life = Life(shape, world, mood, tokens_per_chunk=rng.choice(shape.chunks))
     world.jobs.pause_chance, world.promptness = mood.pausing, mood.promptness
+    world.interrupt = life.interrupt
     world.cache.fail_retrieve, world.cache.fail_store = life.load_fault, life.store_fault
     life.longest = rng.choice((shape.max_model_len // 2, shape.max_model_len * 3 // 4))
     budget = rng.choice(shape.budgets)
