@@ -178,7 +178,9 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan the load of exactly so many tokens."""
-        self._scheduling.after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+        # A block table of 100,000 tokens takes milliseconds, and most requests load nothing.
+        block_ids = blocks.get_block_ids() if num_external_tokens > 0 else ()
+        self._scheduling.after_alloc(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Loads and saves of this step."""

@@ -29,6 +29,8 @@ As many as a step computes with 16384 tokens in blocks of 16; the rest follows i
 RECENT_SAVES = 16384
 RECENT_SAVE_S = 10.0
 NULL_BLOCK = 0
+WANTED = bytes(code not in READY_OR_PENDING for code in range(256))
+"""Code of presence to whether it is worth saving."""
 
 Offers = Mapping[int, Mapping[int, int]]
 """Recurrent states that vLLM offers of one request: chunk number to group to block. The state is the one at the chunk's
@@ -127,6 +129,17 @@ class Saves:
             if is_whole:
                 state.num_promised = max(state.num_promised, number + 1)
 
+    def pass_over_known(self, state: RequestState, num_groups: int, complete: int) -> None:
+        """Go on behind the chunks that are there in all groups: after a long hit these are hundreds, in one step."""
+        if state.known is None or state.known.epoch != self._epoch:
+            return
+        codes = state.known.codes
+        first_wanted = codes.translate(WANTED).find(1, state.next_save * num_groups)
+        stop = min(complete, (first_wanted if first_wanted >= 0 else len(codes)) // num_groups)
+        if stop > state.next_save:
+            state.next_save = stop
+            state.num_promised = max(state.num_promised, stop)
+
     def _blocks_of(
         self,
         state: RequestState,
@@ -141,7 +154,9 @@ class Saves:
         for g, group in enumerate(plan.groups):
             ids: tuple[int, ...] = ()
             # At the end of a local chunk nothing before it is read, so no hit needs that group of this chunk.
-            is_read = bool(blocks_read(group, 0, (number + 1) * plan.tokens_per_chunk))
+            is_read = group.kind is not GroupKind.CHUNKED_LOCAL or bool(
+                blocks_read(group, 0, (number + 1) * plan.tokens_per_chunk)
+            )
             if is_read and self.is_wanted(state, number, g, len(plan.groups)):
                 if group.kind is GroupKind.RECURRENT:
                     block = offered.get(g)

@@ -461,8 +461,11 @@ class SchedulerHalf:
             self._take_answer(tracked)
             complete = min(complete, len(state.keys))
             offers = offers_by_chunk(offered.get(request_id, ()), plan, complete)
+            saves.pass_over_known(state, len(plan.groups), complete)
+            if not offers and complete <= state.next_save:
+                continue
             table = block_state.get_block_ids(request_id)
-            if table is not None and (offers or complete > state.next_save):
+            if table is not None:
                 saves.choose(state, plan, complete, table, offers)
         return saves.take_jobs(plan)
 
