@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,18 +18,18 @@ GROUPS = (
     GroupSpec(GroupKind.FULL, 16, 1, 64),
     GroupSpec(GroupKind.SLIDING_WINDOW, 16, 1, 64, window_tokens=17),
 )
-PLAN = SimpleNamespace(groups=GROUPS, tokens_per_chunk=32)
+PLAN: Any = SimpleNamespace(groups=GROUPS, tokens_per_chunk=32)
 NUM_CHUNKS = 400
 
 
-class Table(list):
+class Table(list[int]):
     """The blocks of one group; notes which were looked at."""
 
     def __init__(self, num_blocks: int, seen: set[int]) -> None:
         super().__init__(range(1, num_blocks + 1))
         self.seen = seen
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: Any) -> Any:
         self.seen.update(range(*key.indices(len(self))))
         return super().__getitem__(key)
 
@@ -55,9 +56,9 @@ def test_what_is_there_is_passed_over_at_once(
     looked_at = []
     choose_blocks = Saves._blocks_of
 
-    def watched(self, state, plan, number, table, offered):
-        looked_at.append(number)
-        return choose_blocks(self, state, plan, number, table, offered)
+    def watched(self: Saves, *arguments: Any) -> Any:
+        looked_at.append(arguments)
+        return choose_blocks(self, *arguments)
 
     monkeypatch.setattr(Saves, "_blocks_of", watched)
     state, saves, seen = chosen(bytes([code]) * (NUM_CHUNKS * 2))
