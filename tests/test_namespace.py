@@ -22,6 +22,7 @@ from cacheservice.connector.namespace import (
     RankFacts,
     RankGroup,
     hash_facts,
+    kv_head_counts,
     layers_in_order,
     plan_namespace,
 )  # fmt: skip
@@ -59,6 +60,28 @@ def rank(
     group = replace(group, **{k: v for k, v in changes.items() if hasattr(group, k)})
     rest = {k: v for k, v in changes.items() if not hasattr(group, k)}
     return replace(RankFacts(tp_rank, pp_rank, "LBHNC", "CPU_ATTN", "vec", (group,)), **rest)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8, 16])
+def test_ranks_with_other_heads_are_never_taken_for_replicas(tp):
+    """MiMo-V2: 4 KV heads in full attention, which vLLM names for the model, and 8 in windows. With 8 ranks each has
+    one of either: those of the windows are all different."""
+    config = {"num_key_value_heads": 4, "swa_num_key_value_heads": 8, "num_attention_heads": 64}
+    counts = kv_head_counts({**config, "layers": [{"n_kv_heads_in_layer": [8, 4, None]}]})
+    assert counts == {4, 8}
+    ranks = []
+    for number in range(tp):
+        (full,) = rank(number).groups
+        groups = [
+            replace(full, layers=(name,), num_heads=max(1, count // tp), block_bytes=4096 * max(1, count // tp))
+            for name, count in (("layers.0", 4), ("layers.1", 8))
+        ]  # fmt: skip
+        ranks.append(replace(rank(number), groups=tuple(groups)))
+    engine = engine_facts(tp, num_kv_heads=4, other_kv_heads=tuple(sorted(counts)))
+    full, window = plan_namespace(engine, ranks).groups
+    assert window.num_heads == 8
+    assert window.num_replicas(tp) == max(1, tp // 8)
+    assert full.num_replicas(tp) <= max(1, tp // 4)
 
 
 def test_engines_of_several_tensor_parallel_sizes_have_one_digest():

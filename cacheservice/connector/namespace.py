@@ -34,6 +34,11 @@ SCHEMA_VERSION = 2
 PROBE_TOKENS = tuple(range(1, 17))
 PROBE_EXTRA_KEYS = (("lora", "probe", "path"), ("mm", "probe", 3), ("cache_salt", "probe"))
 MAX_SHARD_BYTES = 1 << 32
+KV_HEADS_NAME = re.compile(
+    "kv_heads|key_value_heads|head_kv|multi_query_group_num|num_attention_groups"
+)
+"""Fields of model configurations with a number of KV heads: those of vLLM 0.32's transformers_utils/
+model_arch_config_convertor.py `get_total_num_kv_heads`, and their variants for some layers (`swa_…`, `…_per_layer`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,8 @@ class EngineFacts:
     tensor_parallel_sizes: tuple[int, ...]
     tokens_per_chunk: int | None
     """What the user asked for; None = automatic."""
+    other_kv_heads: tuple[int, ...] = ()
+    """Other numbers of KV heads that the model's configuration names, for layers of their own kind."""
 
 
 def describe_engine(
@@ -137,7 +144,24 @@ def describe_engine(
         tensor_parallel_size=own,
         tensor_parallel_sizes=tuple(tensor_parallel_sizes or (own,)),
         tokens_per_chunk=tokens_per_chunk,
+        other_kv_heads=tuple(sorted(kv_head_counts(model.hf_text_config.to_dict()))),
     )
+
+
+def kv_head_counts(config: Any) -> set[int]:
+    """Every number of KV heads that a model's configuration names, at any depth: layers of one model may differ
+    (MiMo-V2 has 4 in full attention and 8 in windows), and vLLM names one number for all of them."""
+    counts: set[int] = set()
+    values = config.items() if isinstance(config, Mapping) else enumerate(config)
+    for name, value in values:
+        if isinstance(value, Mapping):
+            counts |= kv_head_counts(value)
+        elif isinstance(value, list | tuple):
+            counts |= kv_head_counts([v for v in value if isinstance(v, Mapping | list | tuple)])
+        if isinstance(name, str) and KV_HEADS_NAME.search(name):
+            listed = value if isinstance(value, list | tuple) else [value]
+            counts.update(v for v in listed if type(v) is int and v > 0)
+    return counts
 
 
 def _conv_state_layout() -> str:
@@ -330,8 +354,15 @@ def _total_slices(engine: EngineFacts, number: int, group: RankGroup) -> int:
         return 1
     if group.kind is GroupKind.RECURRENT:
         return ranks
-    if group.num_heads == max(1, engine.num_kv_heads // ranks):
-        return engine.num_kv_heads
+    # Several numbers may give as many per rank, since a rank has one at least. The largest is right for its own layers,
+    # and stores those of a smaller one more than once; a smaller one would take different heads for the same.
+    fitting = [
+        count
+        for count in (engine.num_kv_heads, *engine.other_kv_heads)
+        if group.num_heads == max(1, count // ranks) and 0 in (count % ranks, ranks % count)
+    ]
+    if fitting:
+        return max(fitting)
     if group.num_heads > 1 or ranks == 1:
         return group.num_heads * ranks  # a group with other heads than the model's main one
     raise UncacheableError(
