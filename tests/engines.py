@@ -207,25 +207,23 @@ class Engine:
         self.drain()
         assert self.llm.reset_prefix_cache(), "blocks are in use"
 
-    def keep_tables(self) -> dict[tuple[int, ...], tuple[list[int], ...]]:
-        """From now on: the block table that a request had when it ended, per group, by its prompt."""
-        tables: dict[tuple[int, ...], tuple[list[int], ...]] = {}
+    def keep_pages(self) -> dict[tuple[int, ...], list[dict[str, Any]]]:
+        """From now on, by prompt: the pages that a request has when it ends, of a model of one group.
+
+        Per rank, layer -> array [block of the request, head, bytes], as they lie in vLLM's own tensors.
+        """
+        kept: dict[tuple[int, ...], list[dict[str, Any]]] = {}
         original = self.connector.request_finished_all_groups
 
-        def kept(request: Any, block_ids: tuple[list[int], ...]) -> Any:
-            tables[tuple(request.prompt_token_ids)] = tuple(list(ids) for ids in block_ids)
+        def keep(request: Any, block_ids: tuple[list[int], ...]) -> Any:
+            (blocks,) = block_ids
+            kept[tuple(request.prompt_token_ids)] = self.llm.collective_rpc(
+                _pages_of_rank, args=(list(blocks),)
+            )
             return original(request, block_ids)
 
-        self.connector.request_finished_all_groups = kept
-        return tables
-
-    def pages(self, blocks: Sequence[int]) -> list[dict[str, Any]]:
-        """Bytes of blocks as they lie in vLLM's own tensors: per rank, layer -> array [block, head, bytes].
-
-        Blocks that were freed keep their bytes until the next request: vLLM hands them out again at once.
-        """
-        found: list[dict[str, Any]] = self.llm.collective_rpc(_pages_of_rank, args=(list(blocks),))
-        return found
+        self.connector.request_finished_all_groups = keep
+        return kept
 
     def drain(self, limit: int = 10_000) -> None:
         """Step until nothing is in flight: saves are reported and their pins released."""
