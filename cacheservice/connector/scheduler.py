@@ -59,6 +59,8 @@ logger = logging.getLogger(__name__)
 STEP_WAIT_S = 0.001
 """How long one engine step may wait for lookups in flight, all requests together."""
 WAIT_SLACK_S = 0.1
+MAX_CROWDED_LOOKS = 8
+"""Hits without room that one step looks at: each costs a fraction of a millisecond, and hundreds can queue."""
 
 
 @dataclass(slots=True)
@@ -125,6 +127,8 @@ class SchedulerHalf:
         """vLLM's requests that hold the blocks of a load, which may be on its way, and have not run since."""
         self._new_loads: list[LoadJob] = []
         self._open_loads: dict[int, _OpenLoad] = {}
+        self._num_crowded = 0
+        """Hits that found no room in this step."""
         self._next_id = 1
         self._wait_budget_s = STEP_WAIT_S
 
@@ -243,6 +247,9 @@ class SchedulerHalf:
         now = self._clock()
         if state.asked_at is None:
             state.asked_at = now
+        if self._has_no_turn(state):
+            self._stats.event("none_answers")
+            return None, False
         self._see_tokens(tracked)
         for _ in range(3):
             self._wait_budget_s = (
@@ -259,6 +266,7 @@ class SchedulerHalf:
                 state, self._plan.groups, self._plan.tokens_per_chunk, self._limits, self._clock()
             )
             if decision.move is Move.ANSWER and self._is_crowded(state, decision.tokens):
+                self._num_crowded += 1
                 if self._may_wait_for_room(state):
                     break
                 decision = Decision(Move.ANSWER, Reason.NO_SPACE)
@@ -288,6 +296,15 @@ class SchedulerHalf:
         if fits:
             state.crowded_since = None
         return not fits
+
+    def _has_no_turn(self, state: RequestState) -> bool:
+        """Whether this request waits for room already, and others before it found none in this step."""
+        return (
+            self._num_crowded >= MAX_CROWDED_LOOKS
+            and bool(self._holders)
+            and state.crowded_since is not None
+            and self._may_wait_for_room(state)
+        )
 
     def _may_wait_for_room(self, state: RequestState) -> bool:
         """Whether a hit that finds no room is worth waiting for; not longer than a load may take."""
@@ -412,6 +429,7 @@ class SchedulerHalf:
     def build_metadata(self, scheduler_output: Any) -> LarderMetadata:
         """What the ranks shall do in this step."""
         self._wait_budget_s = STEP_WAIT_S
+        self._num_crowded = 0
         if self._unwritten is not None:
             self._unwritten.see_plan(scheduler_output, self._request_of)
         metadata = LarderMetadata(loads=self._new_loads)
