@@ -695,6 +695,7 @@ class Engine:
         for rank in self.ranks:
             self._prepare_pages(rank, plan)
         self._forward(plan)
+        self._check_handed_over(plan.kv_connector_metadata)
         carried = pickle.dumps(plan.kv_connector_metadata)
         sampled, request_ids = self._sample(plan)
         outputs = []
@@ -779,6 +780,27 @@ class Engine:
             for number, group in enumerate(self.groups):
                 if group.kind == "state":
                     self._write_state(known, number, known.computed + count)
+
+    def _check_handed_over(self, metadata: Any) -> None:
+        """What the ranks are told to save must be complete when they are told, not only when they come to it."""
+        from cacheservice.core.prefix import stored_blocks
+
+        for job in metadata.saves:
+            for chunk in job.chunks:
+                found = self.world.chains.get(bytes(chunk.key))
+                if found is None:
+                    raise Wrong(f"a chunk is to be saved under a key that no request has: {chunk}")
+                text, end = found
+                where = f"save of chunk {chunk.number} of {job.request_id}"
+                for number, ids in enumerate(chunk.block_ids):
+                    spec, group = self.half.plan.groups[number], self.groups[number]
+                    if ids and group.kind == "state":
+                        self._check_state(where, text, number, ids[0], end)
+                    elif ids:
+                        held = stored_blocks(spec, self.half.plan.tokens_per_chunk, chunk.number)
+                        first = held.start * group.block_tokens
+                        table = [NULL_BLOCK] * held.start + list(ids)
+                        self._check_tokens(where, text, number, table, first, end, skip_null=False)
 
     def _sample(self, plan: Any) -> tuple[list[list[int]], list[str]]:
         sampled = []

@@ -218,5 +218,7 @@ SHAPES: dict[str, Shape] = {
         Shape("priority", _dense(2), 2, policy="priority"),
         Shape("dense-resized", _dense(4), 4, (2, 1)),
         Shape("mla-resized", _mla, 1, (2, 1)),
+        Shape("gqa-resized", _dense(2), 2, (4, 1, 2)),
+        Shape("gpt-oss-resized", _gpt_oss, 2, (2, 1)),
     )
 }
