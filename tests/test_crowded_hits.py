@@ -9,7 +9,8 @@ import pytest
 from scheduler_harness import Engine, Text, World
 from scheduler_shapes import SHAPES
 
-from cacheservice.connector import scheduler as half_module
+from cacheservice.connector.requests import decide
+from cacheservice.connector.scheduler import MAX_CROWDED_LOOKS
 
 NUM_REQUESTS = 20
 
@@ -26,13 +27,12 @@ def test_a_step_looks_at_few_hits_that_wait_for_room(monkeypatch: pytest.MonkeyP
         engine.half._step_tokens = 100_000
         engine.half._holders["holder"] = holder
         looks: list[str] = []
-        decide = half_module.decide
 
         def watched(state: Any, *arguments: Any) -> Any:
             looks.append(state.request_id)
             return decide(state, *arguments)
 
-        monkeypatch.setattr(half_module, "decide", watched)
+        monkeypatch.setattr("cacheservice.connector.scheduler.decide", watched)
         for number in range(NUM_REQUESTS):
             engine.add(str(number), text)
         for _ in range(3):  # until each lookup has been answered and each hit found without room
@@ -42,7 +42,7 @@ def test_a_step_looks_at_few_hits_that_wait_for_room(monkeypatch: pytest.MonkeyP
         looks.clear()
         engine.step()
         assert {a[3] for a in engine.answers[-NUM_REQUESTS:]} == {None}
-        assert 0 < len(looks) <= half_module.MAX_CROWDED_LOOKS
+        assert 0 < len(looks) <= MAX_CROWDED_LOOKS
         del engine.half._holders["holder"]
         engine.run()
         engine.check_at_rest()
