@@ -262,9 +262,11 @@ def _kept_promise(
     for number, group in enumerate(groups):
         if group.kind is GroupKind.RECURRENT:
             kept = (num_tokens - 1) // group.block_tokens * group.block_tokens
-            for chunk in range(num_chunks - 1):
-                if (chunk + 1) * tokens_per_chunk != kept:
-                    codes[chunk * len(groups) + number] = Presence.ABSENT
+            before_end = bytes([Presence.ABSENT]) * (num_chunks - 1)
+            codes[number : (num_chunks - 1) * len(groups) : len(groups)] = before_end
+            chunk, rest = divmod(kept, tokens_per_chunk)
+            if not rest and 0 < chunk < num_chunks:
+                codes[(chunk - 1) * len(groups) + number] = Presence.READY_HERE
     return bytes(codes)
 
 
