@@ -8,7 +8,7 @@
 BIN := .venv/bin
 ARGS ?=
 MODEL = llama
-RUNS ?= 32
+RUNS ?= 30
 
 # Real engines in tests: no network, no usage reports, one thread each, one process where the test does not say otherwise.
 test harness: export HF_HUB_OFFLINE = 1

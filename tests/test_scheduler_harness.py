@@ -18,7 +18,7 @@ from scheduler_shapes import SHAPES
 
 from cacheservice.core.outcomes import Reason
 
-RUNS = int(os.environ.get("RUNS", "32"))
+RUNS = int(os.environ.get("RUNS", "30"))
 """Seeds per shape in `make harness`."""
 FEW = 2
 MUTANT_RUNS = 12
