@@ -321,6 +321,7 @@ class SchedulerHalf:
         if tracked is None:
             return
         state = tracked.state
+        state.crowded_since = None
         if num_external_tokens <= 0:
             self._holders.pop(request.request_id, None)
             if state.load_id is None or state.asked_at is not None:
