@@ -10,7 +10,7 @@ Called by: worker.py (`describe_rank`), scheduler.py (`plan_namespace`).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -148,11 +148,13 @@ def describe_engine(
     )
 
 
-def kv_head_counts(config: Any) -> set[int]:
+def kv_head_counts(config: Mapping[str, object] | Sequence[object]) -> set[int]:
     """Every number of KV heads that a model's configuration names, at any depth: layers of one model may differ
     (MiMo-V2 has 4 in full attention and 8 in windows), and vLLM names one number for all of them."""
     counts: set[int] = set()
-    values = config.items() if isinstance(config, Mapping) else enumerate(config)
+    values: Iterable[tuple[object, object]] = (
+        config.items() if isinstance(config, Mapping) else enumerate(config)
+    )
     for name, value in values:
         if isinstance(value, Mapping):
             counts |= kv_head_counts(value)
