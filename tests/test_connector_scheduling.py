@@ -60,6 +60,28 @@ def test_what_one_engine_stored_another_loads(make, cache):
     assert [o.served_tokens for o in cache.outcomes if o.kind is OutcomeKind.LOAD] == [256]
 
 
+def test_an_engine_whose_pages_cannot_be_described_runs_without_cache_and_says_so_once(
+    make, cache, monkeypatch, caplog
+):
+    import cacheservice.connector.connector as module
+
+    def fails(*arguments):
+        raise KeyError("kv_cache_dtype")
+
+    monkeypatch.setattr(module, "_attention_of", fails)
+    harness = make()
+    harness.add("a", prompt(1, 300))
+    harness.run()
+    harness.check_at_rest()
+    assert harness.half.reset_cache()
+    assert not cache.shards
+    assert {answer for *_, answer in harness.answers} == {0}
+    said = [r.getMessage() for r in caplog.records if "runs without cache" in r.getMessage()]
+    assert len(said) == 1
+    assert "KeyError" in said[0]
+    assert not any("private namespace" in r.getMessage() for r in caplog.records)
+
+
 def test_nothing_is_stored_twice(make, cache):
     harness = make()
     for name in "abc":

@@ -234,6 +234,15 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
         except UncacheableError as error:
             self._facts = refused_rank(str(error), tp_rank=tp_rank, pp_rank=pp_rank)
             return
+        except Exception as error:
+            # Pages are described from much of vLLM's inside; what is not as we know it must not keep an engine down.
+            logger.exception("the pages of this rank could not be described")
+            why = (
+                f"rank {tp_rank} could not describe its KV cache ({type(error).__name__}: {error}), which is a fault "
+                f"of Larder's with this vLLM. {REMEDY}"
+            )
+            self._facts = refused_rank(why, tp_rank=tp_rank, pp_rank=pp_rank)
+            return
         parallel = self._vllm_config.parallel_config
         client = build_client(
             self._config, Half.WORKER, rank=parallel.rank, arena_user=copier.arena_user

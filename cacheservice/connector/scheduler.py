@@ -114,6 +114,8 @@ class SchedulerHalf:
         self._lookups = Lookups(client, clock)
         self._stats = StatsRecorder()
         self._engine: EngineFacts | None = None
+        self._is_off = False
+        """The model can't be cached."""
         self._ranks: list[RankFacts] = []
         self._plan: NamespacePlan | None = None
         self._plan_is_news = False
@@ -159,6 +161,8 @@ class SchedulerHalf:
 
     def reset_cache(self) -> bool:
         """Forget the cache: from now on this engine has a namespace of its own, until it restarts."""
+        if self._is_off:
+            return True
         self._generation = secrets.token_hex(16)
         if self._plan is not None and self._engine is not None:
             self._adopt(plan_namespace(self._engine, self._ranks, generation=self._generation))
@@ -494,7 +498,7 @@ class SchedulerHalf:
 
     def turn_off(self, why: str) -> None:
         """This engine's model can't be cached: say so once, and answer nothing from now on."""
-        self._plan, self._engine = None, None
+        self._plan, self._engine, self._is_off = None, None, True
         logger.error("this engine runs without cache: %s", why)
 
     def see_worker_metadata(self, reports: Any) -> None:
