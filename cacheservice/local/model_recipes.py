@@ -1,7 +1,7 @@
 """Which checkpoints Larder can make: the shape of each, as data. Imports nothing heavy; `model` turns them into files.
 
     TINY      models of 1-3 M parameters for tests, one for every kind of KV cache group that vLLM runs on a CPU
-    DEMOS     models of 60-90 M parameters for `larder demo --shape`, slow enough that a cache is felt
+    DEMOS     models of 20-90 M parameters for `make demo MODEL=`, slow enough that a cache is felt
 
 Each class below is one of transformers' config classes, whose fields are its own. Shapes obey vLLM 0.32's CPU backend:
 head sizes 32, 64, 80, 96, 112, 128 and more, and for MLA a latent of exactly 512 + 64.
@@ -153,7 +153,7 @@ DEMOS = {
     "llama": DEMO,
     # Five sliding windows of 512 tokens to one full layer.
     "gemma3": _demo(
-        "demo-gemma3", "Gemma3TextConfig", embedding=1 / 32, hidden_size=1024, intermediate_size=2816,
+        "demo-gemma3", "Gemma3TextConfig", embedding=1 / 32, hidden_size=768, intermediate_size=2048,
         num_hidden_layers=6, sliding_window=512, query_pre_attn_scalar=128,
     ),
     # Sliding windows of 128 tokens and full attention by turns, two of four experts per token.
@@ -161,12 +161,12 @@ DEMOS = {
         "demo-gptoss", "GptOssConfig", hidden_size=768, intermediate_size=1024, num_hidden_layers=6, sliding_window=128,
         num_local_experts=4, num_experts_per_tok=2,
     ),
-    # Six layers of recurrent state to two of full attention, two of four experts per token.
+    # Three layers of recurrent state to one of full attention. Small: vLLM's CPU kernels take long over state.
     "qwen3next": _demo(
-        "demo-qwen3next", "Qwen3NextConfig", dtype="bfloat16", hidden_size=768, intermediate_size=1024,
-        num_hidden_layers=8, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=64,
+        "demo-qwen3next", "Qwen3NextConfig", dtype="bfloat16", hidden_size=512, intermediate_size=1024,
+        num_hidden_layers=4, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=64,
         linear_value_head_dim=64, linear_conv_kernel_dim=4, num_experts=4, num_experts_per_tok=2,
-        moe_intermediate_size=768, shared_expert_intermediate_size=768, decoder_sparse_step=1,
+        moe_intermediate_size=512, shared_expert_intermediate_size=512, decoder_sparse_step=1,
         full_attention_interval=4,
     ),
 }  # fmt: skip
