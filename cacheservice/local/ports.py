@@ -1,8 +1,13 @@
-"""Free TCP ports on loopback. Called by `up`. One found free may be taken before it is used: the program says so."""
+"""Free TCP ports on loopback. Called by `up`. One found free may be taken before it is used: the program says so.
+
+Those of engines are held until then: an engine takes half a minute to listen, and vLLM binds with SO_REUSEPORT (0.32,
+entrypoints/launchers/launcher.py), so that two engines on one port would silently share its connections.
+"""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 
 from cacheservice.errors import ConfigError
 
@@ -47,3 +52,22 @@ def choose_ports(first: int | None, count: int) -> list[int]:
             if len(found) == count:
                 return found
     raise ConfigError(f"no {count} free ports above {DEFAULT_FIRST_PORT}")
+
+
+def hold_ports(ports: Sequence[int]) -> list[socket.socket]:
+    """Keep these ports from everybody but servers of this user that bind with SO_REUSEPORT, as long as the sockets are
+    open. They don't listen, so no connection reaches them. Raises OSError when somebody else was quicker."""
+    held: list[socket.socket] = []
+    try:
+        for port in ports:
+            held.append(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            # For the bind alone: connections of an earlier server may linger, and a later holder must not succeed.
+            held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held[-1].bind((HOST, port))
+            held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+            held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    except OSError:
+        for one in held:
+            one.close()
+        raise
+    return held
