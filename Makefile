@@ -26,7 +26,7 @@ demo: venv ## a prefill and a decode engine on CPU that share a cache; prints wh
 	@$(BIN)/larder demo examples/cpu-local$(if $(filter llama,$(MODEL)),,-$(MODEL)).yaml $(ARGS)
 
 test: venv-dev vllm-newest ## every test, real Redis and real vLLM engines included (ARGS="-k name" for some)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 harness: export RUNS := $(RUNS)
 harness: venv-dev vllm-newest ## many seeds of the connector under vLLM's scheduler, every page checked (RUNS=64 for more of them)
