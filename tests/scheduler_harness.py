@@ -41,6 +41,18 @@ POISON = 0xA5
 """What the null block's pages hold; nothing may ever write there."""
 
 
+SHOWN = (
+    "reason",
+    "lookup",
+    "banned_from",
+    "must_recompute",
+    "crowded_since",
+    "load_id",
+    "next_save",
+)
+"""What is said of the connector's state of a request when a rule is broken."""
+
+
 class Wrong(AssertionError):
     """The connector broke a rule."""
 
@@ -594,11 +606,12 @@ class Engine:
         lines = [f"{free} of {self.num_blocks} blocks free, tp={self.tp}, step {self.num_steps}"]
         for request in self.scheduler.requests.values():
             tracked = self.half._tracked.get(request.request_id)
-            answers = [a for a in self.answers if a[0] == request.request_id][-3:]
+            known = {name: getattr(tracked.state, name) for name in SHOWN} if tracked else None
+            answers = [a[1:] for a in self.answers if a[0] == request.request_id][-3:]
             lines.append(
                 f"{request.request_id}: {request.status.name} tokens={request.num_tokens} "
                 f"computed={request.num_computed_tokens} preempted={request.num_preemptions} "
-                f"state={tracked.state if tracked else None} answers={answers}"
+                f"answers={answers} {known}"
             )
         lines.append(f"open loads: {self.half._open_loads}")
         lines.append(f"jobs: {[job.pool.name for job in self.world.jobs.waiting]}")

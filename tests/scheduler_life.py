@@ -130,6 +130,8 @@ class Life:
     """Step and time at which anything happened last."""
     tokens_per_chunk: int = 0
     longest: int = 0
+    long_prefill: int = 0
+    """Most tokens of one prompt in a step, so that several are under way at a time; 0 = as many as a step takes."""
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -153,6 +155,8 @@ class Life:
         Engine(
             self.world, self.shape, tp=tp, tokens_per_chunk=self.tokens_per_chunk, **self.options
         )
+        settings = self.engine.scheduler.scheduler_config
+        settings.long_prefill_token_threshold = self.long_prefill
 
     def restart_engine(self) -> None:
         """End it, in good order or not; what was open is asked again or forgotten."""
@@ -301,12 +305,14 @@ class Life:
 
     def step(self) -> None:
         """One step of the engine, and of everything else."""
+        preemptions = self.engine.num_preemptions
         plan = self.engine.step()
         self.see_finished()
         self.see_whether_stuck(plan)
         self.world.jobs.progress(self.mood.quickness)
         self.world.pass_time(self.rng.choice(self.mood.tick_s))
-        if not self.engine.in_flight and self.rng.random() < 0.15:
+        is_due = self.rng.random() < 0.15 or self.engine.num_preemptions > preemptions
+        if is_due and not self.engine.in_flight:
             self.engine.check_prefix_cache()
         half = self.engine.half
         if half._saves is not None and half._saves.num_pinned_blocks > half._saves.max_blocks:
@@ -373,6 +379,7 @@ def live(name: str, seed: int, mutation: str | None = None) -> tuple[Counts, str
     world.interrupt = life.interrupt
     world.cache.fail_retrieve, world.cache.fail_store = life.load_fault, life.store_fault
     life.longest = rng.choice((shape.max_model_len // 2, shape.max_model_len * 3 // 4))
+    life.long_prefill = rng.choice((0, 0, 32)) if shape.policy == "priority" else 0
     budget = rng.choice(shape.budgets)
     life.options = {
         "budget": budget,

@@ -292,6 +292,14 @@ def save_comes_before_the_chunk_is_complete(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SchedulerHalf, "_plan_saves", early)
 
 
+@mutation("priority", "qwen3-next-priority")
+def unwritten_blocks_keep_their_names(patch: pytest.MonkeyPatch) -> None:
+    """Blocks of a pass that was planned and then preempted count as computed."""
+    from cacheservice.connector.unwritten import UnwrittenBlocks
+
+    patch.setattr(UnwrittenBlocks, "see_plan", lambda self, *rest: None)
+
+
 @mutation("dense-tp1", "gpt-oss")
 def save_is_shifted_by_a_block(patch: pytest.MonkeyPatch) -> None:
     """The pages of the blocks before the chunk's are stored."""

@@ -216,6 +216,10 @@ SHAPES: dict[str, Shape] = {
             "qwen3-next-async", _qwen3_next, 2, chunks=(16,), has_state=True, async_scheduling=True
         ),
         Shape("priority", _dense(2), 2, policy="priority"),
+        Shape("gemma-priority", _gemma, 1, policy="priority"),
+        Shape(
+            "qwen3-next-priority", _qwen3_next, 2, chunks=(16,), has_state=True, policy="priority"
+        ),
         Shape("dense-resized", _dense(4), 4, (2, 1)),
         Shape("mla-resized", _mla, 1, (2, 1)),
         Shape("gqa-resized", _dense(2), 2, (4, 1, 2)),

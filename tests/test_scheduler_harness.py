@@ -130,8 +130,8 @@ def test_the_harness_notices_a_fault_of_ours(lives, mutation, name):
     for start in range(0, MUTANT_RUNS, NUM_PROCESSES):
         futures = [lives.submit(tell, name, start + i, mutation) for i in range(NUM_PROCESSES)]
         noticed = [told for told in (f.result() for f in futures) if told.counts is None]
-        if noticed:
-            print(noticed[0].failure.splitlines()[0])
+        if noticed:  # by a rule of the harness or of vLLM, not by a slip of the fault itself
+            assert noticed[0].failure.startswith(("Wrong", "AssertionError")), noticed[0].failure
             return
     pytest.fail(f"{mutation} went unnoticed on {name} in {MUTANT_RUNS} lives")
 
