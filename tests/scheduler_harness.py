@@ -496,7 +496,10 @@ class Engine:
             raise Wrong(f"left behind at rest: { {k: v for k, v in left.items() if v} }")
 
     def check_running(self) -> None:
-        """Every page of every running request that was computed and that is still wanted."""
+        """Every page of every running request that was computed and that is still wanted. Not while a step waits to be
+        executed: in one and the same step vLLM lets a request hit blocks that another one computes."""
+        if any(output is None for _, output in self.in_flight):
+            return
         for request in self.scheduler.running:
             known = self.running.get(request.request_id)
             if known is None:
