@@ -12,7 +12,7 @@ from rich.console import Console
 from cacheservice.errors import ConfigError
 from cacheservice.local.engines import EngineRole
 from cacheservice.local.metrics_text import counter
-from cacheservice.local.ports import HOST, choose_ports, hold_ports, is_free
+from cacheservice.local.ports import PortLocks, choose_ports
 from cacheservice.local.processes import Supervisor
 from cacheservice.local.progress import PlainProgress
 from cacheservice.local.redis import answers_ping, redis_program, redis_url
@@ -87,27 +87,18 @@ def test_a_wrong_redis_url_is_refused_with_the_right_form(url: str) -> None:
         split_password(url)
 
 
-def test_a_port_that_an_engine_will_take_is_held_for_it() -> None:
-    """An engine takes half a minute to listen; meanwhile another run must not choose its port."""
-    (port,) = choose_ports(None, 1)
-    with hold_ports([port])[0]:
-        assert not is_free(port)
-        assert choose_ports(None, 1) != [port]
-        with pytest.raises(OSError, match="in use"):
-            hold_ports([port])
-        with socket.socket() as engine:  # as vLLM binds
-            engine.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            engine.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            engine.bind((HOST, port))
-            engine.listen()
-            engine.settimeout(5)
-            for _ in range(8):  # none is lost to the holder, which does not listen
-                with socket.create_connection((HOST, port)) as client:
-                    engine.accept()[0].close()  # the server ends it, so that its side lingers
-                    assert client.recv(1) == b""
-    assert is_free(port)
-    with hold_ports([port])[0]:
-        assert not is_free(port)
+def test_two_runs_that_start_together_choose_other_ports(tmp_path) -> None:
+    """An engine takes half a minute to listen; meanwhile its port looks free."""
+    first, second, third = (PortLocks(tmp_path) for _ in range(3))
+    ports = first.choose(None, 3)
+    others = second.choose(None, 3)
+    assert not set(ports) & set(others)
+    with pytest.raises(ConfigError, match=f"port {ports[1]} belongs to another run"):
+        third.choose(ports[1], 2)
+    first.close()
+    assert third.choose(ports[1], 1) == [ports[1]]
+    second.close()
+    third.close()
 
 
 def test_ports_are_consecutive_when_asked_for_and_free_otherwise() -> None:

@@ -22,7 +22,7 @@ from cacheservice.local.engines import EngineCommand, EngineRole, EngineSite, en
 from cacheservice.local.http_client import answers_ok
 from cacheservice.local.model import is_complete
 from cacheservice.local.model_recipes import DEMO_SHAPES, DEMOS
-from cacheservice.local.ports import HOST, choose_ports, hold_ports
+from cacheservice.local.ports import HOST, PortLocks
 from cacheservice.local.processes import Process, Program, Supervisor
 from cacheservice.local.progress import Progress
 from cacheservice.local.redis import redis_program, redis_url
@@ -88,7 +88,7 @@ class LocalRun:
         self._progress = progress
         self._engines: dict[str, Process] = {}
         self._agent: Process | None = None
-        self._held_ports: list[socket.socket] = []
+        self._port_locks = PortLocks()
         self._agent_state: AgentState | None = None
         self._redis_shown = ""
         self._started_at_unix_s = now_unix_s()
@@ -96,7 +96,7 @@ class LocalRun:
     def start(self) -> None:
         """Start everything and return when it is ready. Raises ConfigError, or ProgramFailed with the end of a log."""
         roles = engine_roles(self.manifest)
-        ports = self._take_ports(len(roles), len(roles) + 2)
+        ports = self._port_locks.choose(self.options.first_port, len(roles) + 2)
         self.model = resolve_model(
             self.manifest, self.options, self._supervisor, log=self._folder.log("model")
         )
@@ -120,17 +120,6 @@ class LocalRun:
             self._start_engine(site)
         self._supervisor.wait_ready(self._supervisor.processes)
         self._folder.write_state(self.state())
-
-    def _take_ports(self, num_engines: int, count: int) -> list[int]:
-        """Free ports, those of the engines first and held until this run ends."""
-        for _ in range(100):
-            ports = choose_ports(self.options.first_port, count)
-            try:
-                self._held_ports = hold_ports(ports[:num_engines])
-            except OSError:
-                continue  # another run took one since: what is free now, or that the one asked for is not
-            return ports
-        raise ConfigError("no port could be held for the engines: choose another --port")
 
     def restart_engine(self, name: str) -> None:
         """Stop the engine, start it again in the same place, and wait until it is ready."""
