@@ -11,6 +11,7 @@ import engines  # noqa: F401 - sets vLLM's environment
 import pytest
 import torch
 
+from cacheservice.connector.checks import caution_of_split
 from cacheservice.connector.config import DEADLINE_KEYS, parse_extra_config
 from cacheservice.connector.groups import REMEDY, check_groups, describe_group
 from cacheservice.core.layout import GroupKind
@@ -195,3 +196,17 @@ def test_the_interface_of_vllm_is_met():
         assert list(inspect.signature(ours).parameters) == list(
             inspect.signature(theirs).parameters
         ), name
+
+
+@pytest.mark.parametrize(
+    ("split", "is_warned"), [(256, False), (512, False), (128, True), (384, True)]
+)
+def test_an_engine_that_ends_steps_where_it_keeps_no_state_is_told_which_flag_to_set(
+    split, is_warned
+):
+    """What vLLM 0.32 makes of a server on CPU: all groups have blocks of 256, its own block size is 128 again."""
+    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=split))
+    caution = caution_of_split(config, 256)
+    assert (caution is not None) == is_warned
+    if caution:
+        assert "--block-size 256" in caution

@@ -53,6 +53,23 @@ def caution_of(vllm_config: Any) -> str | None:
     return " ".join(cautions) or None
 
 
+def caution_of_split(vllm_config: Any, state_block_tokens: int) -> str | None:
+    """What to mind when the engine ends its prefill steps where it keeps no recurrent state; None when it does not.
+
+    `state_block_tokens` are the tokens of a block of recurrent state. To be asked when the first request comes: a
+    server on CPU sets its block size back to the platform's default after it has started (vLLM 0.32,
+    v1/engine/core.py calls `VllmConfig.__post_init__` again, platforms/cpu.py).
+    """
+    split = vllm_config.cache_config.block_size
+    if split % state_block_tokens == 0:
+        return None
+    return (
+        f"vLLM ends the steps of a prompt at multiples of {split} tokens, but keeps recurrent state at multiples of "
+        f"{state_block_tokens} only: most prompts leave no state behind, and nothing of them is found again. Start the "
+        f"engine with --block-size {state_block_tokens}"
+    )
+
+
 def _check_names_of_content(cache: Any, multimodal: Any) -> None:
     """Chunk keys must say what the pages were computed from, in every process alike."""
     algorithm = cache.prefix_caching_hash_algo

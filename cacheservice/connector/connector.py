@@ -37,7 +37,12 @@ from cacheservice.client import (
     Role,
     TlsFiles,
 )
-from cacheservice.connector.checks import caution_of, check_engine, saves_prompts_only
+from cacheservice.connector.checks import (
+    caution_of,
+    caution_of_split,
+    check_engine,
+    saves_prompts_only,
+)
 from cacheservice.connector.config import ConnectorConfig, parse_extra_config
 from cacheservice.connector.copies import copier_for
 from cacheservice.connector.groups import REMEDY, check_groups, name_of
@@ -54,6 +59,7 @@ from cacheservice.connector.scheduler import SchedulerHalf
 from cacheservice.connector.stats import LarderPromMetrics, LarderStats
 from cacheservice.connector.unwritten import UnwrittenBlocks
 from cacheservice.connector.worker import WorkerHalf
+from cacheservice.core.layout import GroupKind
 from cacheservice.errors import UncacheableError
 
 logger = logging.getLogger(__name__)
@@ -85,6 +91,7 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._facts: RankFacts | None = None
+        self._has_seen_request = False
         if role is KVConnectorRole.SCHEDULER:
             client = build_client(self._config, Half.SCHEDULER, rank=0)
             self._scheduler = SchedulerHalf(
@@ -168,7 +175,18 @@ class LarderConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         """Start looking."""
+        if not self._has_seen_request:
+            self._has_seen_request = True
+            self._warn_of_split()
         self._scheduling.on_new_request(request)
+
+    def _warn_of_split(self) -> None:
+        plan = self._scheduling.plan
+        states = (
+            [g.block_tokens for g in plan.groups if g.kind is GroupKind.RECURRENT] if plan else []
+        )
+        if states and (caution := caution_of_split(self._vllm_config, max(states))):
+            logger.warning("%s", caution)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
