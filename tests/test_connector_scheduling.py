@@ -780,23 +780,6 @@ def save_of_other_blocks(monkeypatch):
     )
 
 
-def save_before_the_tokens_are_computed(monkeypatch):
-    """A save of half a block more than this step computes."""
-    import cacheservice.connector.scheduler as module
-
-    original = module.SchedulerHalf._plan_saves
-
-    def plan(self, plan, saves, output):
-        ahead = SimpleNamespace(
-            num_scheduled_tokens={r: n + 8 for r, n in output.num_scheduled_tokens.items()},
-            kv_connector_block_state=output.kv_connector_block_state,
-            has_sync_kv_loads=False,
-        )
-        return original(self, plan, saves, ahead)
-
-    monkeypatch.setattr(module.SchedulerHalf, "_plan_saves", plan)
-
-
 def unpinned_saves(monkeypatch):
     """Blocks of a save in flight can be reused."""
     import cacheservice.connector.pins as module
@@ -863,7 +846,7 @@ def test_the_scenario_itself_is_sound(make, cache):
     "mutation",
     [
         remembered_answer, answer_without_subtraction, load_shifted_by_a_block, load_starts_at_the_chunk,
-        save_of_other_blocks, save_before_the_tokens_are_computed, unpinned_saves, no_bans, loads_reported_early,
+        save_of_other_blocks, unpinned_saves, no_bans, loads_reported_early,
     ],
 )  # fmt: skip
 def test_the_oracle_notices_a_broken_connector(make, cache, monkeypatch, mutation):
