@@ -36,9 +36,9 @@ from report import print_json, print_table, say
 from rich.console import Console
 
 from cacheservice.client import AgentAdmin, AgentTarget
+from cacheservice.commands.engines import EngineRole, EngineSite, engine_command
 from cacheservice.errors import LarderError
 from cacheservice.local.control import COMPLETIONS
-from cacheservice.local.engines import EngineRole, EngineSite, engine_command
 from cacheservice.local.http_client import Answer, ask
 from cacheservice.local.ports import HOST, choose_ports
 from cacheservice.local.processes import Interrupted, Process, Supervisor, termination_raises

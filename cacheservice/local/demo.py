@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cacheservice.commands.engines import EngineRole, EngineSite, engine_command
 from cacheservice.errors import ConfigError
 from cacheservice.local.control import (
     COMPLETIONS,
@@ -30,7 +31,6 @@ from cacheservice.local.control import (
 )
 from cacheservice.local.demo_prompts import Prompt, build_prompts, digest, token_cutter
 from cacheservice.local.demo_report import DemoReport, DemoRow, Rate
-from cacheservice.local.engines import EngineRole, EngineSite, engine_command
 from cacheservice.local.http_client import Answer, ask, get_text, post_json
 from cacheservice.local.identity import enough_count, judge
 from cacheservice.local.metrics_text import counter

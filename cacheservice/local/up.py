@@ -1,8 +1,8 @@
 """Runs a KVCache manifest on this machine: Redis, one agent, the engines, as child processes.
 
 `plan_run` decides (which programs, where), `LocalRun` does it: starts, waits, restarts, stops. Called by `larder up`,
-by the demo and by tests. What the programs' command lines look like is in `redis`, `agents` and `engines`; how they
-are watched in `processes`. Everything listens on unix sockets or on loopback.
+by the demo and by tests. What the programs' command lines look like is in `cacheservice.commands` and
+`redis`; how they are watched in `processes`. Everything listens on unix sockets or on loopback.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from cacheservice.commands.agents import AgentSite, agent_argv
+from cacheservice.commands.engines import EngineCommand, EngineRole, EngineSite, engine_command
 from cacheservice.errors import ConfigError
-from cacheservice.local.agents import AgentSite, agent_argv
-from cacheservice.local.engines import EngineCommand, EngineRole, EngineSite, engine_command
 from cacheservice.local.http_client import answers_ok
 from cacheservice.local.model import is_complete
 from cacheservice.local.model_recipes import DEMO_SHAPES, DEMOS
