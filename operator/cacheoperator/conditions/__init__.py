@@ -1,0 +1,1 @@
+"""One file per condition: an ordered list of small checks, the first that finds something decides. Pure."""
