@@ -63,6 +63,33 @@ def _cache_without_engines_chooses_nodes(spec: Any) -> bool:
     return _has(spec, "prefill") or _has(spec, "decode") or bool(_at(spec, "cache", "nodeSelector"))
 
 
+def _rollouts_can_move(spec: Any) -> bool:
+    is_cpu = _at(spec, "engine", "device") == "cpu"
+    return all(
+        _rollout_can_move(_at(spec, role, "rollout"), is_cpu=is_cpu)
+        for role in ("prefill", "decode")
+    )
+
+
+def _rollout_can_move(rollout: Any, *, is_cpu: bool) -> bool:
+    if not isinstance(rollout, dict):
+        return True
+    surge = rollout.get("maxSurge", 1 if is_cpu else 0)
+    unavailable = rollout.get("maxUnavailable", 0 if is_cpu else 1)
+    return not isinstance(surge, int) or not isinstance(unavailable, int) or surge + unavailable > 0
+
+
+def _toleration_is_one_that_kubernetes_takes(toleration: Any) -> bool:
+    if not isinstance(toleration, dict):
+        return True
+    exists = toleration.get("operator") == "Exists"
+    if exists and toleration.get("value", "") != "":
+        return False
+    if not exists and toleration.get("key", "") == "":
+        return False
+    return "tolerationSeconds" not in toleration or toleration.get("effect") == "NoExecute"
+
+
 def _path_is_absolute_outside_a_volume(model: Any) -> bool:
     path = _at(model, "path")
     return not isinstance(path, str) or _has(model, "volumeClaimName") or path.startswith("/")
@@ -93,6 +120,10 @@ TWINS: dict[str, Check] = {
     "for engines that you deploy yourself": _engines_have_a_model,
     "a cache without engines must choose its nodes: set spec.cache.nodeSelector, or add spec.model and "
     "spec.decode": _cache_without_engines_chooses_nodes,
+    "a rollout needs maxSurge or maxUnavailable above 0 (cuda begins with 0 and 1, cpu with 1 and 0): with both 0 no "
+    "engine could ever be replaced": _rollouts_can_move,
+    "Kubernetes refuses this toleration: operator Exists goes without a value, no key goes with operator Exists, and "
+    "tolerationSeconds goes with effect NoExecute": _toleration_is_one_that_kubernetes_takes,
     "spec.model.path must be absolute, for example /models/llama; only with spec.model.volumeClaimName is it a folder "
     "inside that volume": _path_is_absolute_outside_a_volume,
     "Larder sets this flag itself: remove it from args (model, parallel sizes, tokens and keys have their "
