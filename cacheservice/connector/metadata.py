@@ -21,6 +21,8 @@ from cacheservice.core.outcomes import Reason
 
 BlockIds = tuple[tuple[int, ...], ...]
 """Block ids per group."""
+NULL_BLOCK = 0
+"""vLLM's placeholder where a group has no block (any more): never read, never written."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from cacheservice.connector.metadata import BlockIds, SaveChunk, SaveJob, SaveReport
+from cacheservice.connector.metadata import NULL_BLOCK, BlockIds, SaveChunk, SaveJob, SaveReport
 from cacheservice.connector.namespace import NamespacePlan
 from cacheservice.connector.pins import Pins
 from cacheservice.connector.requests import READY_OR_PENDING, RequestState
@@ -28,7 +28,6 @@ MAX_BLOCKS_PER_STEP = 1024
 As many as a step computes with 16384 tokens in blocks of 16; the rest follows in the next steps."""
 RECENT_SAVES = 16384
 RECENT_SAVE_S = 10.0
-NULL_BLOCK = 0
 WANTED = bytes(code not in READY_OR_PENDING for code in range(256))
 """Code of presence to whether it is worth saving."""
 

@@ -14,13 +14,11 @@ from dataclasses import dataclass
 
 from cacheservice.client.values import ShardRead, ShardWrite
 from cacheservice.connector.copies import Copier, Fence
-from cacheservice.connector.metadata import LoadJob, SaveJob
+from cacheservice.connector.metadata import NULL_BLOCK, LoadJob, SaveJob
 from cacheservice.connector.namespace import NamespacePlan
 from cacheservice.connector.pages import GroupPages, ShardLayout
 from cacheservice.core.layout import GroupSpec
 from cacheservice.core.prefix import blocks_read, parts_to_load, stored_blocks
-
-NULL_BLOCK = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class RankShards:
         tensor_parallel_size: int,
     ) -> None:
         """`pages[g]` are this rank's pages of group g."""
-        self._plan = plan
+        self.plan = plan
         self._tp_rank = tp_rank
         self._replicas = tuple(g.num_replicas(tensor_parallel_size) for g in plan.groups)
         self._shards = tuple(
@@ -58,7 +56,7 @@ class RankShards:
         That happens when vLLM authorises another range than was offered: anything but whole blocks would overwrite a
         block that is shared, and windows and states are held before chunk ends only.
         """
-        plan, made = self._plan, []
+        plan, made = self.plan, []
         for g, group in enumerate(plan.groups):
             needed = blocks_read(group, job.start_token, job.stop_token)
             parts = parts_to_load(group, plan.tokens_per_chunk, job.start_token, job.stop_token)
@@ -103,7 +101,7 @@ class RankShards:
                             number=chunk.number,
                             group=g,
                             shard=shard,
-                            size_bytes=self._plan.spec.groups[g].shard_bytes,
+                            size_bytes=self.plan.spec.groups[g].shard_bytes,
                             source=copier.runs(layout, blocks, after=after),
                         )
                     )

@@ -26,7 +26,7 @@ from cacheservice.connector.metadata import (
     SaveJob,
     SaveReport,
 )  # fmt: skip
-from cacheservice.connector.namespace import NamespacePlan, RankFacts
+from cacheservice.connector.namespace import RankFacts
 from cacheservice.connector.pages import GroupPages
 from cacheservice.connector.pools import start_threads, submit_once
 from cacheservice.connector.shards import RankShards
@@ -65,7 +65,6 @@ class WorkerHalf:
         self._tensor_parallel_size = tensor_parallel_size
         self._clock = clock
         self._lock = threading.Lock()
-        self._plan: NamespacePlan | None = None
         self._shards: RankShards | None = None
         self._ended_loads: dict[str, tuple[LoadJob, LoadReport]] = {}
         self._ended_saves: dict[int, SaveReport] = {}
@@ -81,17 +80,15 @@ class WorkerHalf:
         """Take a new namespace, if there is one."""
         if metadata.plan is None:
             return
-        if self._plan is None:
+        if self._shards is None:
             start_threads(self._loads, NUM_LOAD_THREADS)
             start_threads(self._saves, NUM_SAVE_THREADS)
-        # In this order: a copying thread that sees the new plan must not see the old plan's shards.
         self._shards = RankShards(
             metadata.plan,
             self._pages,
             tp_rank=self._facts.tp_rank,
             tensor_parallel_size=self._tensor_parallel_size,
         )
-        self._plan = metadata.plan
         self._client.open_namespace(metadata.plan.spec)
 
     def start_loads(self, metadata: LarderMetadata) -> None:
@@ -124,8 +121,8 @@ class WorkerHalf:
         for request_id, (job, report) in ended.items():
             if (
                 report.first_failed_chunk is None
-                and self._plan is not None
-                and job.namespace != self._plan.digest
+                and self._shards is not None
+                and job.namespace != self._shards.plan.digest
             ):
                 report = LoadReport(
                     1, job.first_chunk, Reason.CANCELLED
@@ -140,7 +137,7 @@ class WorkerHalf:
         with self._lock:
             saves, self._ended_saves = self._ended_saves, {}
         loads, self._load_reports = self._load_reports, {}
-        facts = [] if self._plan is not None else [self._facts]
+        facts = [] if self._shards is not None else [self._facts]
         if not (loads or saves or facts):
             return None
         return LarderWorkerMetadata(loads, saves, facts)
@@ -183,14 +180,13 @@ class WorkerHalf:
         self, job: LoadJob, fence: Fence, submitted_at: float
     ) -> tuple[int | None, Reason, int]:
         """(first failed chunk or None, why, bytes copied)."""
-        plan = self._plan
+        shards = self._shards
         left_s = self._config.deadlines.load_s - (self._clock() - submitted_at)
-        if plan is None or plan.digest != job.namespace:
+        if shards is None or shards.plan.digest != job.namespace:
             return job.first_chunk, Reason.CANCELLED, 0
         if left_s <= 0:
             return job.first_chunk, Reason.DEADLINE, 0
-        assert self._shards is not None
-        reads = self._shards.reads(job, self._copier, fence)
+        reads = shards.reads(job, self._copier, fence)
         if reads is None:
             return job.first_chunk, Reason.INTERNAL, 0
         if not reads:
@@ -229,7 +225,7 @@ class WorkerHalf:
     ) -> None:
         with self._lock:
             self._ended_saves[job.save_id] = SaveReport(1, reason in STORED)
-        tokens = self._plan.tokens_per_chunk if self._plan is not None else 0
+        tokens = self._shards.plan.tokens_per_chunk if self._shards is not None else 0
         self._count(
             OutcomeKind.SAVE,
             reason,
@@ -242,20 +238,19 @@ class WorkerHalf:
 
     def _copy_out(self, job: SaveJob, fence: Fence, submitted_at: float) -> tuple[Reason, int, int]:
         """(how the batch ended, bytes stored, chunks stored)."""
-        plan = self._plan
+        shards = self._shards
         give_up_at = submitted_at + max(0.0, self._config.deadlines.pin_s - PIN_MARGIN_S)
-        if plan is None or plan.digest != job.namespace:
+        if shards is None or shards.plan.digest != job.namespace:
             return Reason.CANCELLED, 0, 0
         left_s = give_up_at - self._clock()
         if left_s <= 0:
             return Reason.DEADLINE, 0, 0
-        assert self._shards is not None
-        writes = self._shards.writes(job, self._copier, fence)
+        writes = shards.writes(job, self._copier, fence)
         if not writes:
             return Reason.DUPLICATE, 0, 0  # other ranks write all of it
 
         def gives_up() -> bool:
-            return self._is_closing or self._clock() >= give_up_at or self._plan is not plan
+            return self._is_closing or self._clock() >= give_up_at or self._shards is not shards
 
         results = self._client.store(job.namespace, writes, deadline_s=left_s, give_up=gives_up)
         failed = [r.reason for r in results if r.reason not in STORED]
