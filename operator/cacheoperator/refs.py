@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cacheservice.manifest import KVCacheManifest, Transport
+
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryVerdict:
@@ -75,3 +77,14 @@ class Refs:
     """Value of the annotation larder.dev/upgrade of the KVCache (`kubectl larder upgrade` sets it to a new stamp)."""
     live_upgrades: Mapping[str, str] = field(default_factory=dict)
     """By component: the upgrade stamp that the live workload was last rendered for."""
+
+
+def uses_shared_memory(manifest: KVCacheManifest, refs: Refs) -> bool:
+    """Whether engines and agents share the socket folder; otherwise bytes go by stream over TCP.
+
+    `transport: SharedMemory` is taken at its word: where the folder is forbidden its pods are rejected, and status says
+    so; only Auto falls back.
+    """
+    if manifest.cache.transport is Transport.AUTO:
+        return refs.shared_memory.is_allowed
+    return manifest.cache.transport is Transport.SHARED_MEMORY
