@@ -26,6 +26,8 @@ class Container:
     """Of the last termination (or the present one): OOMKilled, Error, Completed …"""
     ended_exit_code: int | None = None
     ended_message: str = ""
+    ended_started_at: datetime | None = None
+    """When the run that ended had begun: a run that lasted as long as the startup probe allows was ended by it."""
     ended_at: datetime | None = None
     running_since: datetime | None = None
     memory_limit_bytes: int | None = None
@@ -52,6 +54,8 @@ class Pod:
     gpu_request: int = 0
     supplemental_problem: str = ""
     """From events of the pod: FailedMount with a missing Secret or key, FailedCreatePodSandBox … "Reason: message"."""
+    failed: str = ""
+    """status.reason and status.message of a pod whose phase is Failed: "Evicted: The node was low on …"."""
 
 
 @dataclass(frozen=True, slots=True)
