@@ -123,11 +123,12 @@ def test_the_stream_path_is_chosen_by_the_manifest(folder: Path) -> None:
 def test_ports_are_those_asked_for(folder: Path) -> None:
     from cacheservice.local.ports import choose_ports
 
-    first = choose_ports(None, 4)[0] + 500
+    first = choose_ports(None, 6)[0] + 500
     spec = "  cache: {cpu: 64Mi}\n  prefill: {}\n  decode: {}"
     with running(folder, spec, "--port", str(first)) as (state, process):
+        assert state["router"]["url"] == f"http://127.0.0.1:{first}/v1"
         assert [engine["url"] for engine in state["engines"]] == [
-            f"http://127.0.0.1:{first}/v1", f"http://127.0.0.1:{first + 1}/v1"
+            f"http://127.0.0.1:{first + 1}/v1", f"http://127.0.0.1:{first + 2}/v1"
         ]  # fmt: skip
         assert stopped(process) == 0
 

@@ -262,16 +262,8 @@ def test_file_that_cannot_be_read_is_refused_in_words(tmp_path):
         load_manifest(tmp_path / "latin.yaml")
 
 
-def test_smg_is_accepted_with_a_notice_that_it_comes_later():
-    read = load_manifest(ROOT / "examples" / "cpu-local.yaml")
-    (notice,) = local_notices(read)
-    assert notice.path == "spec.router.type"
-    assert "later version" in notice.message
-    none = parse_manifest(
-        manifest("model: {name: m}\nengine: {device: cpu}\ndecode: {}\nrouter: {type: None}"),
-        source="x",
-    )
-    assert local_notices(none) == ()
+def test_the_demo_s_manifest_needs_no_notice():
+    assert local_notices(load_manifest(ROOT / "examples" / "cpu-local.yaml")) == ()
 
 
 def test_fields_without_effect_on_one_machine_are_named():

@@ -56,7 +56,8 @@ PortOption = Annotated[
     int | None,
     typer.Option(
         "--port", metavar="N", min=1, max=65535, show_default=False,
-        help="First port: engines take N, N+1, … (prefill first), then the agent. Default: free ports from 8100.",
+        help="First port: the router takes N (the OpenAI endpoint), engines take the next (prefill first), then the "
+        "agent. Default: free ports from 8100.",
     ),
 ]  # fmt: skip
 JsonOption = Annotated[
@@ -75,9 +76,9 @@ def up(
     folder: DirOption = DEFAULT_DIR,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a KVCache on this machine until Ctrl-C: Redis, a cache agent and the engines.
+    """Run a KVCache on this machine until Ctrl-C: Redis, a cache agent, the engines and the router in front of them.
 
-    Prints the engines' OpenAI addresses when all is ready. With --json that is one object, printed then.
+    Prints the address of the OpenAI endpoint when all is ready. With --json that is one object, printed then.
     """
     from cacheservice.cli.run import run_up
 
@@ -88,7 +89,7 @@ def up(
 
 @app.command()
 def status(folder: DirOption = DEFAULT_DIR, as_json: JsonOption = False) -> None:
-    """Show what `larder up` runs: engines, agents, and what their cache hit."""
+    """Show what `larder up` runs: the endpoint, engines, agents, and what their cache hit."""
     from cacheservice.cli.status import print_status
 
     raise typer.Exit(print_status(folder, as_json=as_json))

@@ -109,12 +109,15 @@ def _print_addresses(state: RunState, *, as_json: bool) -> None:
         print(json.dumps(asdict(state)), flush=True)
         return
     table = Table(box=None, pad_edge=False)
-    for title in ("engine", "role", "OpenAI address", "log"):
+    for title in ("engine", "role", "address", "log"):
         table.add_column(title)
     for engine in state.engines:
         table.add_row(engine.name, engine.role, engine.url, shown_path(engine.log))
     console = _output()
+    has_prefill = any(engine.role == "prefill" for engine in state.engines)
     console.print(f"\n{state.name} is up.\n")
+    if state.router is not None:
+        console.print(f"OpenAI endpoint   {state.router.url}\n", soft_wrap=True)
     console.print(table)
     for agent in state.agents:
         console.print(
@@ -122,9 +125,20 @@ def _print_addresses(state: RunState, *, as_json: bool) -> None:
             soft_wrap=True,
         )
     console.print(f"redis   {state.redis}", soft_wrap=True)
-    console.print(
-        "\nAsk prefill with max_tokens 1, then decode with the kv_transfer_params of its answer."
-    )
+    if state.router is not None:
+        console.print(
+            f"router  {state.router.type}, metrics at {state.router.metrics}, log {shown_path(state.router.log)}",
+            soft_wrap=True,
+        )
+        way = "a request to prefill and then to decode" if has_prefill else "a request to an engine"
+        console.print(
+            f"\nThe router sends {way}. It takes text: send prompts of token ids to an engine.",
+            soft_wrap=True,
+        )
+    elif has_prefill:
+        console.print(
+            "\nAsk prefill with max_tokens 1, then decode with the kv_transfer_params of its answer."
+        )
     console.print("larder status shows what the cache hit. Ctrl-C stops everything.\n")
 
 

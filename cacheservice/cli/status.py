@@ -16,6 +16,7 @@ from rich.table import Table
 
 from cacheservice.client.admin import AgentAdmin
 from cacheservice.client.values import AgentTarget
+from cacheservice.commands.router import READY_PATH
 from cacheservice.errors import LarderError
 from cacheservice.local.http_client import answers_ok
 from cacheservice.local.ports import HOST
@@ -42,6 +43,16 @@ class EngineStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterStatus:
+    """The router. `ready` is its own word: it has an engine of each role. `url` is the OpenAI endpoint."""
+
+    type: str
+    url: str
+    ready: bool
+    metrics: str
+
+
+@dataclass(frozen=True, slots=True)
 class AgentStatus:
     """One agent. `problem` is None when it answers; everything else is then as it said."""
 
@@ -63,15 +74,15 @@ class AgentStatus:
 def print_status(larder_dir: Path, *, as_json: bool) -> int:
     """Print what runs; the exit code is 1 when nothing does, or when something that should run does not answer."""
     runs = live_runs(larder_dir)
-    seen = [(run, *observe(run)) for run in runs]
+    seen = [(run, *observe(run), observe_router(run)) for run in runs]
     is_well = bool(runs) and all(
-        all(engine.healthy for engine in engines) and all(agent.problem is None for agent in agents)
-        for _, engines, agents in seen
+        all(engine.healthy for engine in engines)
+        and all(agent.problem is None for agent in agents)
+        and (router is None or router.ready)
+        for _, engines, agents, router in seen
     )
     if as_json:
-        print(
-            json.dumps({"runs": [_as_json(run, engines, agents) for run, engines, agents in seen]})
-        )
+        print(json.dumps({"runs": [_as_json(*one) for one in seen]}))
         return 0 if is_well else 1
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     if not runs:
@@ -80,8 +91,8 @@ def print_status(larder_dir: Path, *, as_json: bool) -> int:
             "If it runs with another folder, name that: larder status --dir DIR",
             soft_wrap=True,
         )
-    for run, engines, agents in seen:
-        _print_run(console, run, engines, agents)
+    for one in seen:
+        _print_run(console, *one)
     return 0 if is_well else 1
 
 
@@ -114,11 +125,27 @@ def observe(run: RunState) -> tuple[list[EngineStatus], list[AgentStatus]]:
         planes = sorted({session.data_plane for session in own} - {"", "none"})
         engines.append(EngineStatus(
             name=engine.name, role=engine.role, url=engine.url,
-            healthy=answers_ok(HOST, int(engine.url.split(":")[2].split("/")[0]), "/health"), connected=len(own),
+            healthy=answers_ok(HOST, _port(engine.url), "/health"), connected=len(own),
             data_plane=", ".join(planes) or "none", asked_tokens=sum(session.asked_tokens for session in own),
             hit_tokens=sum(session.hit_tokens for session in own), outcomes=dict(sorted(outcomes.items())),
         ))  # fmt: skip
     return engines, agents
+
+
+def observe_router(run: RunState) -> RouterStatus | None:
+    """Ask the router of `run`; None when it has none."""
+    if run.router is None:
+        return None
+    return RouterStatus(
+        type=run.router.type,
+        url=run.router.url,
+        ready=answers_ok(HOST, _port(run.router.url), READY_PATH),
+        metrics=run.router.metrics,
+    )
+
+
+def _port(url: str) -> int:
+    return int(url.split(":")[2].split("/", maxsplit=1)[0])
 
 
 def is_rank_of(session_name: str, engine_name: str) -> bool:
@@ -127,21 +154,32 @@ def is_rank_of(session_name: str, engine_name: str) -> bool:
 
 
 def _as_json(
-    run: RunState, engines: Sequence[EngineStatus], agents: Sequence[AgentStatus]
+    run: RunState,
+    engines: Sequence[EngineStatus],
+    agents: Sequence[AgentStatus],
+    router: RouterStatus | None,
 ) -> dict[str, Any]:
     return {
         "name": run.name, "manifest": run.manifest, "model": run.model, "pid": run.pid, "redis": run.redis,
         "started_at_unix_s": run.started_at_unix_s,
         "engines": [asdict(engine) for engine in engines], "agents": [asdict(agent) for agent in agents],
+        "router": None if router is None else asdict(router),
     }  # fmt: skip
 
 
 def _print_run(
-    console: Console, run: RunState, engines: Sequence[EngineStatus], agents: Sequence[AgentStatus]
-) -> None:
+    console: Console, run: RunState, engines: Sequence[EngineStatus], agents: Sequence[AgentStatus],
+    router: RouterStatus | None,
+) -> None:  # fmt: skip
     console.print(f"\n{run.name}   {run.manifest} (process {run.pid})", soft_wrap=True)
+    if router is not None:
+        state = "ready" if router.ready else "[red]not ready: it has no engine of each role[/red]"
+        console.print(
+            f"endpoint   {router.url}   router {router.type}, {state}, metrics {router.metrics}",
+            soft_wrap=True,
+        )
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("engine", "role", "OpenAI address", "health", "cache"):
+    for title in ("engine", "role", "address", "health", "cache"):
         table.add_column(title)
     for title in ("lookups", "hits", "tokens asked", "tokens hit"):
         table.add_column(title, justify="right")

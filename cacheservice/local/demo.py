@@ -4,7 +4,9 @@
     serve     each prompt goes to prefill with max_tokens 1, then to decode, which finds the KV in the cache
     restart   the decode engine is restarted, so that its own prefix cache is gone, and asked everything again
 
-Called by the CLI; `demo_report` prints what comes out. Stopping, also on Ctrl-C at any moment, is the supervisor's.
+The engines are asked directly, without the router that `larder up` starts: prefill and decode are timed apart, and a
+router answers with one time for both. Called by the CLI; `demo_report` prints what comes out. Stopping, also on Ctrl-C
+at any moment, is the supervisor's.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -34,12 +36,12 @@ from cacheservice.local.demo_report import DemoReport, DemoRow, Rate
 from cacheservice.local.http_client import Answer, ask, get_text, post_json
 from cacheservice.local.identity import enough_count, judge
 from cacheservice.local.metrics_text import counter
-from cacheservice.local.ports import HOST, choose_ports
+from cacheservice.local.ports import HOST, PortLocks
 from cacheservice.local.processes import Supervisor
 from cacheservice.local.progress import Progress, show_progress
 from cacheservice.local.runs import RunFolder
 from cacheservice.local.up import LocalRun, RunOptions, engine_program, resolve_model
-from cacheservice.manifest import KVCacheManifest
+from cacheservice.manifest import KVCacheManifest, RouterType
 
 WARM_UP = Prompt("warm-up", "Hello.", 4)
 """The first request of an engine pays for what vLLM does lazily. Shorter than any chunk, so never cached."""
@@ -67,6 +69,7 @@ class _Moved:
 def run_demo(manifest: KVCacheManifest, options: RunOptions, console: Console) -> DemoReport:
     """Run all of it and return what was seen. Raises ConfigError, ProgramFailed or EngineError; all is stopped then."""
     _check(manifest)
+    manifest = replace(manifest, router=replace(manifest.router, type=RouterType.NONE))
     begun = time.monotonic()
     with (
         RunFolder(options.larder_dir, manifest.name) as folder,
@@ -204,10 +207,26 @@ def _control(
     if answers is not None:
         progress.note(f"the engine without cache answered before: {kept.name}")
         return answers, False
-    site = EngineSite(
-        name="control", role=EngineRole.DECODE, host=HOST, port=choose_ports(options.first_port, 1)[0], model=model,
-        num_threads=options.num_threads,
-    )  # fmt: skip
+    locks = PortLocks()
+    try:
+        site = EngineSite(
+            name="control", role=EngineRole.DECODE, host=HOST, port=locks.choose(options.first_port, 1)[0], model=model,
+            num_threads=options.num_threads,
+        )  # fmt: skip
+        answers = _ask_without_cache(manifest, options, site, prompts, folder, supervisor, progress)
+    finally:
+        # The run takes ports of its own, also this one.
+        locks.close()
+    keep_control(kept, answers)
+    return answers, True
+
+
+def _ask_without_cache(
+    manifest: KVCacheManifest, options: RunOptions, site: EngineSite, prompts: Sequence[Prompt], folder: RunFolder,
+    supervisor: Supervisor, progress: Progress,
+) -> list[ControlAnswer]:  # fmt: skip
+    """Start an engine without cache, ask it everything, stop it."""
+    assert manifest.model is not None, "engines have a model"
     command = engine_command(manifest, site, python=sys.executable)
     process = supervisor.start(engine_program(
         site, command, environment=options.environment, log=folder.log(site.name),
@@ -228,8 +247,7 @@ def _control(
         "control",
         f"an engine without cache answered {len(prompts)} prompts (once, kept beside the model)",
     )
-    keep_control(kept, answers)
-    return answers, True
+    return answers
 
 
 def _warm_up(site: EngineSite, model: str) -> None:

@@ -27,7 +27,7 @@ from cacheservice.errors import ConfigError
 
 MAX_SOCKET_PATH_BYTES = 107
 LONGEST_SOCKET_NAME = "redis.sock.."
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,19 @@ class AgentState:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterState:
+    """What stands in front of the engines. `url` is the OpenAI endpoint of the run and ends with /v1."""
+
+    type: str
+    url: str
+    metrics: str
+    pid: int
+    log: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunState:
-    """What runs. `redis` is shown to people: it never holds a password."""
+    """What runs. `redis` is shown to people: it never holds a password. `router` None: engines are asked directly."""
 
     name: str
     manifest: str
@@ -62,6 +73,7 @@ class RunState:
     redis: str
     engines: tuple[EngineState, ...]
     agents: tuple[AgentState, ...]
+    router: RouterState | None = None
     version: int = STATE_VERSION
 
 
@@ -168,7 +180,8 @@ def read_state(run: Path) -> RunState | None:
 def _state(raw: Mapping[str, Any]) -> RunState:
     engines = tuple(EngineState(**engine) for engine in raw["engines"])
     agents = tuple(AgentState(**agent) for agent in raw["agents"])
-    return RunState(**{**raw, "engines": engines, "agents": agents})
+    router = None if raw["router"] is None else RouterState(**raw["router"])
+    return RunState(**{**raw, "engines": engines, "agents": agents, "router": router})
 
 
 def _is_locked(path: Path) -> bool:

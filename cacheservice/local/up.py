@@ -1,7 +1,7 @@
-"""Runs a KVCache manifest on this machine: Redis, one agent, the engines, as child processes.
+"""Runs a KVCache manifest on this machine: Redis, one agent, the engines and the router, as child processes.
 
 `plan_run` decides (which programs, where), `LocalRun` does it: starts, waits, restarts, stops. Called by `larder up`,
-by the demo and by tests. What the programs' command lines look like is in `cacheservice.commands` and
+by the demo and by tests. What the programs' command lines look like is in `cacheservice.commands`, `router` and
 `redis`; how they are watched in `processes`. Everything listens on unix sockets or on loopback.
 """
 
@@ -26,7 +26,15 @@ from cacheservice.local.ports import HOST, PortLocks
 from cacheservice.local.processes import Process, Program, Supervisor
 from cacheservice.local.progress import Progress
 from cacheservice.local.redis import redis_program, redis_url
-from cacheservice.local.runs import AgentState, EngineState, RunFolder, RunState, now_unix_s
+from cacheservice.local.router import check_installed, has_router, router_program
+from cacheservice.local.runs import (
+    AgentState,
+    EngineState,
+    RouterState,
+    RunFolder,
+    RunState,
+    now_unix_s,
+)
 from cacheservice.manifest import KVCacheManifest, Transport
 
 AGENT_READY_WITHIN_S = 60.0
@@ -90,13 +98,21 @@ class LocalRun:
         self._agent: Process | None = None
         self._port_locks = PortLocks()
         self._agent_state: AgentState | None = None
+        self._router_state: RouterState | None = None
         self._redis_shown = ""
         self._started_at_unix_s = now_unix_s()
 
     def start(self) -> None:
         """Start everything and return when it is ready. Raises ConfigError, or ProgramFailed with the end of a log."""
         roles = engine_roles(self.manifest)
-        ports = self._port_locks.choose(self.options.first_port, len(roles) + 2)
+        is_routed = has_router(self.manifest.router.type, roles)
+        if is_routed:
+            check_installed(self.manifest.router.type)
+        ports = self._port_locks.choose(
+            self.options.first_port, len(roles) + (4 if is_routed else 2)
+        )
+        # The endpoint comes first: whoever names a port means that one.
+        router_ports = [ports.pop(0)] if is_routed else []
         self.model = resolve_model(
             self.manifest, self.options, self._supervisor, log=self._folder.log("model")
         )
@@ -119,6 +135,9 @@ class LocalRun:
         for site in self.engine_sites:
             self._start_engine(site)
         self._supervisor.wait_ready(self._supervisor.processes)
+        if is_routed:
+            # After the engines: it would fill its log with their start.
+            self._start_router(router_ports[0], ports[len(roles) + 2])
         self._folder.write_state(self.state())
 
     def restart_engine(self, name: str) -> None:
@@ -169,6 +188,7 @@ class LocalRun:
                 for site in self.engine_sites
             ),
             agents=(self._agent_state,),
+            router=self._router_state,
         )  # fmt: skip
 
     def _start_redis(self, socket_dir: Path) -> AgentIndex:
@@ -218,6 +238,19 @@ class LocalRun:
             ready_within_s=self.manifest.engine.startup_timeout_s,
         )  # fmt: skip
         self._engines[site.name] = self._supervisor.start(program)
+
+    def _start_router(self, port: int, metrics_port: int) -> None:
+        router = self.manifest.router.type
+        program = router_program(
+            router, self.engine_sites, port=port, metrics_port=metrics_port,
+            environment=program_env(self.options.environment, {}), log=self._folder.log("router"),
+        )  # fmt: skip
+        process = self._supervisor.start(program)
+        self._supervisor.wait_ready([process])
+        self._router_state = RouterState(
+            type=str(router), url=f"http://{HOST}:{port}/v1", metrics=f"http://{HOST}:{metrics_port}/metrics",
+            pid=process.pid, log=str(program.log),
+        )  # fmt: skip
 
 
 def engine_roles(manifest: KVCacheManifest) -> list[EngineRole]:

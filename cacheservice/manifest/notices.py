@@ -6,7 +6,7 @@ Pure: a manifest in, sentences out. Called by `larder up` before it starts anyth
 from __future__ import annotations
 
 from cacheservice.manifest.problems import Notice
-from cacheservice.manifest.resource import Device, KVCacheManifest, RouterType, TlsMode
+from cacheservice.manifest.resource import Device, KVCacheManifest, TlsMode
 
 only_on_kubernetes = (
     "spec.engine.image",
@@ -45,14 +45,6 @@ only_on_kubernetes = (
 def local_notices(manifest: KVCacheManifest) -> tuple[Notice, ...]:
     """The notices of the file, then those about running it as local processes."""
     notices = list(manifest.notices)
-    if manifest.decode is not None and manifest.router.type is not RouterType.NONE:
-        notices.append(
-            Notice(
-                "spec.router.type",
-                f"{manifest.router.type} is accepted, and the router comes in a later version: send each "
-                "request to prefill with max_tokens 1, then to decode, at the addresses printed below",
-            )
-        )
     if manifest.decode is not None and manifest.engine.device is Device.CUDA:
         notices.append(
             Notice(
