@@ -13,6 +13,7 @@ import xxhash
 
 from cacheservice.core.keys import ChunkKey
 from cacheservice.core.layout import CHECKSUM_PIECE_BYTES, NamespaceSpec
+from cacheservice.core.protocol import PROTOCOL_VERSION
 from cacheservice.v1 import admin_pb2_grpc, cache_pb2, cache_pb2_grpc
 
 
@@ -26,6 +27,8 @@ class StubSession:
         role: int = cache_pb2.CLIENT_ROLE_TOOL,
         maps_arena: bool = False,
         name: str = "stub",
+        rank: int = 0,
+        protocol: int = PROTOCOL_VERSION,
         options: Sequence[tuple[str, Any]] = (),
     ) -> None:
         self.channel = grpc.insecure_channel(
@@ -35,8 +38,9 @@ class StubSession:
         self.admin: Any = admin_pb2_grpc.AdminServiceStub(self.channel)
         self._requests: queue.SimpleQueue[cache_pb2.SessionRequest | None] = queue.SimpleQueue()
         hello = cache_pb2.SessionHello(
-            protocol_version=1, role=role, engine_name=name, host="test", maps_arena=maps_arena
-        )
+            protocol_version=protocol, role=role, engine_name=name, host="test", rank=rank,
+            maps_arena=maps_arena, vllm_version="0.11", larder_version="9.9",
+        )  # fmt: skip
         self._requests.put(cache_pb2.SessionRequest(hello=hello))
         self.stream: Any = self.cache.Session(iter(self._requests.get, None), timeout=120)
         self.welcome: cache_pb2.SessionWelcome = next(self.stream).welcome
@@ -134,9 +138,11 @@ class StubSession:
         )  # fmt: skip
         return b"".join(frame.payload for frame in self.cache.Read(request, timeout=20))
 
-    def release(self, *lease_ids: int) -> list[bool]:
+    def release(self, *lease_ids: int, unread: Sequence[int] = ()) -> list[bool]:
         """Give leases back."""
-        request = cache_pb2.ReleaseRequest(session_token=self.token, lease_ids=lease_ids)
+        request = cache_pb2.ReleaseRequest(
+            session_token=self.token, lease_ids=lease_ids, unread_lease_ids=unread
+        )
         return list(self.cache.Release(request, timeout=5).held)
 
     def close(self) -> None:

@@ -268,7 +268,7 @@ def test_same_digest_with_another_shape(session: StubSession) -> None:
     ("hello", "code", "word"),
     [
         (
-            cache_pb2.SessionHello(protocol_version=2, role=1),
+            cache_pb2.SessionHello(protocol_version=99, role=1),
             grpc.StatusCode.FAILED_PRECONDITION,
             "version",
         ),

@@ -109,7 +109,7 @@ def agent():
 
 def reasons(agent: AgentProcess, kind: str) -> list[str]:
     """Reasons of the outcomes of one kind that the agent was told of."""
-    outcomes = json.loads(agent.get("/statusz")[1])["outcomes"]
+    outcomes = json.loads(agent.get("/statusz?outcomes=1")[1])["outcomes"]
     return [o["reason"] for o in outcomes if o["kind"] == kind]
 
 
@@ -356,7 +356,7 @@ def test_two_ranks_store_and_load_their_own_heads(agent):
         assert subject.totals()["outcome/lookup/hit"] == len(prompts)
 
         def loads_of(rank: int) -> int:
-            outcomes = json.loads(agent.get("/statusz")[1])["outcomes"]
+            outcomes = json.loads(agent.get("/statusz?outcomes=1")[1])["outcomes"]
             return sum(
                 o["kind"] == "load" and o["reason"] == "hit" and o["rank"] == rank for o in outcomes
             )

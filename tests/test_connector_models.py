@@ -286,7 +286,7 @@ class Sent:
         return sum(o["num_bytes"] for o in new if (o["kind"], o["rank"]) == ("save", rank))
 
     def _outcomes(self) -> list[dict[str, Any]]:
-        outcomes: list[dict[str, Any]] = json.loads(self._agent.get("/statusz")[1])["outcomes"]
+        outcomes: list[dict[str, Any]] = json.loads(self._agent.get("/statusz?outcomes=1")[1])["outcomes"]
         return sorted(outcomes, key=lambda o: -o["age_s"])
 
 
@@ -427,7 +427,7 @@ def test_two_ranks_of_a_model_of_several_groups_load_what_they_stored(agent, nam
 
 def loads_of_rank(agent: AgentProcess, rank: int) -> int:
     """Loads that a rank told the agent of."""
-    outcomes = json.loads(agent.get("/statusz")[1])["outcomes"]
+    outcomes = json.loads(agent.get("/statusz?outcomes=1")[1])["outcomes"]
     return sum((o["kind"], o["reason"], o["rank"]) == ("load", "hit", rank) for o in outcomes)
 
 

@@ -420,7 +420,7 @@ def shared_engine(transfer: dict[str, Any], **options: Any) -> Iterator[Engine]:
 
 def num_loads(agent: AgentProcess) -> int:
     """Loads that ended well, of all engines so far."""
-    outcomes = json.loads(agent.get("/statusz")[1])["outcomes"]
+    outcomes = json.loads(agent.get("/statusz?outcomes=1")[1])["outcomes"]
     return sum(o["kind"] == "load" and o["reason"] == "hit" for o in outcomes)
 
 

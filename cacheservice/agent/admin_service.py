@@ -11,7 +11,6 @@ import grpc
 from cacheservice.agent.guarded_store import GuardedStore
 from cacheservice.agent.messages import (
     HALF_NUMBERS,
-    PROTOCOL_VERSION,
     ROLE_NUMBERS,
     parse_digest,
     parse_keys,
@@ -135,7 +134,7 @@ def _engine(session: Session, holdings: tuple[int, int], now_s: float) -> admin_
     hello = session.hello
     return admin_pb2.EngineSummary(
         hello=cache_pb2.SessionHello(
-            protocol_version=PROTOCOL_VERSION, role=ROLE_NUMBERS[hello.role],  # type: ignore[arg-type]
+            protocol_version=hello.protocol, role=ROLE_NUMBERS[hello.role],  # type: ignore[arg-type]
             half=HALF_NUMBERS[hello.half],  # type: ignore[arg-type]
             engine_name=hello.engine_name, host=hello.host, rank=hello.rank, vllm_version=hello.vllm_version,
             larder_version=hello.larder_version, maps_arena=hello.maps_arena,

@@ -102,11 +102,14 @@ class Lookups:
                             spec, chunks, wait, elsewhere, is_active, sees_elsewhere=sees_elsewhere
                         )
         now_s = self._guarded.clock()
+        num_elsewhere = _num_elsewhere(elsewhere, len(chunks))
         with self._guarded.changing() as store:
             presence, lease = store.look_up(
                 session.id, namespace, chunks, now_s,
                 takes_lease=takes_lease, superseded=superseded_lease,
             )  # fmt: skip
+            if num_elsewhere:
+                store.count_found_elsewhere(session.id, namespace, num_elsewhere)
         lease_id = lease.lease_id if lease is not None else 0
         _overlay(presence, elsewhere)
         return LookupResult(bytes(presence), lease_id, index_asked)
@@ -194,6 +197,14 @@ def _promised(spec: NamespaceSpec, num_chunks: int) -> list[int]:
         first = 0 if group.kind in _READ_WHOLE else num_chunks - 1
         promised += range(first * num_groups + number, num_chunks * num_groups, num_groups)
     return promised
+
+
+def _num_elsewhere(elsewhere: bytearray, num_chunks: int) -> int:
+    """Chunks of which something was seen elsewhere: those of the group of which most was."""
+    if _READY_ELSEWHERE not in elsewhere:
+        return 0
+    num_groups = len(elsewhere) // num_chunks
+    return max(elsewhere[group::num_groups].count(_READY_ELSEWHERE) for group in range(num_groups))
 
 
 def _overlay(presence: bytearray, elsewhere: bytearray) -> None:

@@ -14,12 +14,10 @@ from cacheservice.agent.sessions import Hello
 from cacheservice.core.keys import DIGEST_BYTES, ChunkKey, NamespaceDigest
 from cacheservice.core.layout import GroupShape, NamespaceSpec
 from cacheservice.core.outcomes import Outcome, OutcomeKind, Reason
+from cacheservice.core.protocol import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from cacheservice.errors import Conflict, InvalidRequest
 from cacheservice.index.entry import MAX_BITMAP_BITS
 from cacheservice.v1 import cache_pb2
-
-PROTOCOL_VERSION = 1
-"""Of the contract in proto/cacheservice/v1; the agent also speaks the one before, of which there is none yet."""
 
 MAX_KEYS = 4096
 MAX_SHARDS = 16384
@@ -42,10 +40,11 @@ HALF_NUMBERS = {name: number for number, name in _HALVES.items()}
 
 def parse_hello(hello: cache_pb2.SessionHello) -> Hello:
     """A client's introduction."""
-    if hello.protocol_version != PROTOCOL_VERSION:
+    if not OLDEST_PROTOCOL_VERSION <= hello.protocol_version <= PROTOCOL_VERSION:
+        which = "agent" if hello.protocol_version > PROTOCOL_VERSION else "engine"
         raise Conflict(
-            f"protocol_version {hello.protocol_version} is not spoken here; this agent speaks {PROTOCOL_VERSION}: use "
-            "the same version of Larder on both sides"
+            f"protocol_version {hello.protocol_version} is not spoken here; this agent speaks "
+            f"{OLDEST_PROTOCOL_VERSION} and {PROTOCOL_VERSION}: upgrade the {which}"
         )
     if hello.role not in _ROLES:
         raise InvalidRequest(
@@ -63,7 +62,7 @@ def parse_hello(hello: cache_pb2.SessionHello) -> Hello:
     return Hello(
         role=_ROLES[hello.role], half=_HALVES.get(hello.half, ""), engine_name=hello.engine_name, host=hello.host,
         rank=hello.rank, vllm_version=hello.vllm_version, larder_version=hello.larder_version,
-        maps_arena=hello.maps_arena,
+        maps_arena=hello.maps_arena, protocol=hello.protocol_version,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -23,6 +23,7 @@ import xxhash
 
 from cacheservice.agent.arena import Arena
 from cacheservice.agent.guarded_store import GuardedStore
+from cacheservice.agent.messages import ROLE_NUMBERS
 from cacheservice.agent.remote_hints import RemoteHint, RemoteHints
 from cacheservice.client.client import CacheClient
 from cacheservice.client.values import (
@@ -34,6 +35,7 @@ from cacheservice.client.values import (
     ShardRead,
     TlsFiles,
 )
+from cacheservice.core.chunks import Writer
 from cacheservice.core.keys import ChunkKey, short_hex
 from cacheservice.core.layout import CHECKSUM_PIECE_BYTES, NamespaceSpec
 from cacheservice.core.outcomes import Reason
@@ -61,6 +63,8 @@ _MAX_JOBS = 256
 _CONNECT_S = 2.0
 _MAX_PEERS = 64
 _IDLE_S = 60.0
+_WRITERS = {role: Writer(role, "pulled") for role in ("", *ROLE_NUMBERS)}
+"""Who wrote what was pulled, by role; one record for all shards."""
 
 PEER_FAILED = cache_pb2.ACQUIRE_RESULT_PEER_FAILED
 NO_SPACE = cache_pb2.ACQUIRE_RESULT_NO_SPACE
@@ -277,6 +281,7 @@ class PeerPulls:
         spec = job.spec
         failures: dict[ShardName, cache_pb2.AcquireResult] = {}
         good: list[tuple[ShardName, CommitItem]] = []
+        writers: dict[int, Writer] = {}
         try:
             reads = []
             for (chunk, group, shard), _, sink in reserved:
@@ -288,6 +293,7 @@ class PeerPulls:
             )
             for (name, reservation_id, sink), result in zip(reserved, results, strict=True):
                 if result.reason is Reason.HIT:
+                    writers[reservation_id] = _WRITERS[result.writer_role]
                     good.append(
                         (name, CommitItem(reservation_id, sink.checksums(), is_remote=True))
                     )
@@ -301,13 +307,14 @@ class PeerPulls:
                 )
         finally:
             # Our sinks are idle from here on, so the extents of what failed may be used again.
-            self._commit(reserved, good)
+            self._commit(reserved, good, writers)
         return failures
 
     def _commit(
         self,
         reserved: Sequence[tuple[ShardName, int, _ArenaSink]],
         good: Sequence[tuple[ShardName, CommitItem]],
+        writers: Mapping[int, Writer],
     ) -> None:
         kept = {item.reservation_id for _, item in good}
         try:
@@ -318,7 +325,10 @@ class PeerPulls:
                     self._guarded.clock(),
                 )
                 results = store.commit(
-                    self._session, [item for _, item in good], self._guarded.clock()
+                    self._session,
+                    [item for _, item in good],
+                    self._guarded.clock(),
+                    writers=writers,
                 )
         except RequestRejected as error:
             _log.error("pulled shards can't be committed error=%s", error)

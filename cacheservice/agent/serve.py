@@ -47,7 +47,8 @@ from cacheservice.agent.service import (
     CacheServicer,
     ServiceParts,
 )
-from cacheservice.agent.sessions import Session, SessionLimits, SessionRegistry
+from cacheservice.agent.sessions import SessionLimits, SessionRegistry
+from cacheservice.agent.status_page import StatusSources, status_page
 from cacheservice.agent.statuses import StatusInterceptor
 from cacheservice.agent.tls import CallerCheck, ServerCertificates
 from cacheservice.agent.waiting_calls import WaitingCalls
@@ -456,27 +457,14 @@ class Agent:
             return "draining"
         return "" if self._is_ready else "starting"
 
-    def _status_page(self) -> Mapping[str, Any]:
-        now_s = self._clock()
-        index = self._index.status()
-        outcomes = [
-            {
-                "age_s": round(now_s - kept.at_s, 3), "engine": kept.engine_name, "role": kept.role,
-                "rank": kept.rank, "kind": kept.outcome.kind.name.lower(), "reason": kept.outcome.reason.label,
-                "request_id": kept.outcome.request_id, "asked_tokens": kept.outcome.asked_tokens,
-                "served_tokens": kept.outcome.served_tokens, "duration_ms": kept.outcome.duration_ms,
-                "num_bytes": kept.outcome.num_bytes,
-            }
-            for kept in self._registry.kept_outcomes.copy()
-        ]  # fmt: skip
-        return {
-            "node": self.config.node, "node_number": self._node_number(), "epoch": self.epoch,
-            "version": __version__, "uptime_s": round(now_s - self._started_s, 3),
-            "draining": self._draining.is_set(), "eviction": self.config.eviction.value,
-            "index": {"health": index.health.value, "message": index.message},
-            "sessions": [_session_entry(session, now_s) for session in self._registry.sessions()],
-            "counters": self._metrics.values(), "outcomes": outcomes,
-        }  # fmt: skip
+    def _status_page(self, *, with_outcomes: bool, request: str) -> Mapping[str, Any]:
+        sources = StatusSources(
+            node=self.config.node, epoch=self.epoch, eviction=self.config.eviction.value,
+            started_s=self._started_s, guarded=self._guarded, registry=self._registry,
+            node_number=self._node_number, is_draining=self._draining.is_set, index=self._index.status,
+            counters=self._metrics.values,
+        )  # fmt: skip
+        return status_page(sources, with_outcomes=with_outcomes, request=request)
 
     def _end_calls(self) -> None:
         """Wait until no handler copies from or to the arena: unmapping it under one would end the process."""
@@ -496,16 +484,6 @@ class Agent:
             except Exception:  # noqa: BLE001
                 # The outermost frame of the end: the rest must still be closed.
                 _log.exception("closing failed")
-
-
-def _session_entry(session: Session, now_s: float) -> Mapping[str, Any]:
-    hello = session.hello
-    return {
-        "engine": hello.engine_name, "role": hello.role, "half": hello.half, "rank": hello.rank,
-        "host": hello.host, "data_plane": session.data_plane, "age_s": round(now_s - session.started_s, 3),
-        "asked_tokens": session.asked_tokens, "hit_tokens": session.hit_tokens,
-        "outcomes": dict(session.outcomes.copy()), "dropped_outcomes": session.num_dropped_outcomes,
-    }  # fmt: skip
 
 
 def run_agent(config: AgentConfig) -> int:

@@ -25,7 +25,7 @@ from cacheservice.agent.messages import (
     MAX_KEYS,
     MAX_LEASES,
     MAX_SHARDS,
-    PROTOCOL_VERSION,
+    ROLE_NUMBERS,
     check_count,
     check_distinct,
     check_range,
@@ -36,10 +36,11 @@ from cacheservice.agent.messages import (
     parse_outcomes,
     parse_shard,
 )
+from cacheservice.agent.sessions import Hello, SessionRegistry, StreamedRead
 from cacheservice.agent.sessions import Session as LiveSession
-from cacheservice.agent.sessions import SessionRegistry, StreamedRead
 from cacheservice.core.keys import DIGEST_BYTES, ChunkKey
 from cacheservice.core.layout import CHECKSUM_PIECE_BYTES, NamespaceSpec
+from cacheservice.core.protocol import PROTOCOL_VERSION
 from cacheservice.core.store import (
     CommitItem,
     CommitResult,
@@ -121,7 +122,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             first = next(request_iterator, None)
             if first is None or first.WhichOneof("message") != "hello":
                 raise InvalidRequest("the first message of a session must be its hello")
-            session = self._registry.begin(number, parse_hello(first.hello), context.cancel)
+            session = self._registry.begin(number, self._introduce(first.hello), context.cancel)
         finally:
             self._registry.forget_stream(number)
         hello = session.hello
@@ -152,10 +153,11 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.OpenNamespaceRequest, context: Context
     ) -> cache_pb2.OpenNamespaceResponse:
         """Declare a namespace."""
-        self._registry.live(request.session_token)
+        session = self._registry.live(request.session_token)
         spec = parse_namespace(request)
         with self._guarded.changing() as store:
             store.open_namespace(spec)
+        session.namespace = spec.digest
         return cache_pb2.OpenNamespaceResponse(epoch=self._facts.epoch)
 
     def Lookup(
@@ -212,7 +214,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 for position, ready in answer.ready:
                     read = StreamedRead(spec.digest, shards[position][0], ready.checksums)
                     session.note_read(answer.lease_id, position, read)
-            yield self._acquire_response(answer)
+            yield self._acquire_response(answer, for_peer=session.hello.role == "peer")
 
     def Release(
         self, request: cache_pb2.ReleaseRequest, context: Context
@@ -222,6 +224,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         check_count("lease_ids", len(request.lease_ids), MAX_LEASES)
         check_distinct("lease_ids", request.lease_ids, len(request.lease_ids))
         check_count("corrupt", len(request.corrupt), MAX_CORRUPT)
+        check_count("unread_lease_ids", len(request.unread_lease_ids), MAX_LEASES)
         given_back = set(request.lease_ids)
         for number, report in enumerate(request.corrupt):
             if report.lease_id not in given_back:
@@ -230,8 +233,12 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 )
         # Before the release: the bytes stay in place only as long as the lease.
         self._byte_streams.look_again(session, [(r.lease_id, r.position) for r in request.corrupt])
+        # One rank stands for its engine: all of them read each chunk, perhaps other shards of it.
+        read = given_back.difference(request.unread_lease_ids) if session.hello.rank == 0 else ()
         with self._guarded.changing() as store:
-            held = store.release(session.id, list(request.lease_ids), self._guarded.clock())
+            held = store.release(
+                session.id, list(request.lease_ids), self._guarded.clock(), read=read
+            )
             for lease_id in request.lease_ids:
                 session.reads.pop(lease_id, None)
         return cache_pb2.ReleaseResponse(held=held)
@@ -328,6 +335,13 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         with self._guarded.reading() as store:
             return store.namespace(parse_digest(digest))
 
+    def _introduce(self, hello: cache_pb2.SessionHello) -> Hello:
+        try:
+            return parse_hello(hello)
+        except RequestRejected as error:
+            self._registry.note_refused(hello.engine_name, str(error))
+            raise
+
     def _end(self, session: LiveSession, why: str) -> None:
         if self._registry.end(session):
             _log.info(
@@ -340,10 +354,10 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             node_number=self._facts.node_number(), arena_bytes=self._facts.arena_bytes,
             arena_offered=not over_tcp, checksum_piece_bytes=CHECKSUM_PIECE_BYTES,
             ping_interval_ms=self._registry.ping_interval_ms,
-            protocol_version=PROTOCOL_VERSION, larder_version=__version__,
+            protocol_version=min(session.hello.protocol, PROTOCOL_VERSION), larder_version=__version__,
         )  # fmt: skip
 
-    def _acquire_response(self, answer: Answered) -> cache_pb2.AcquireResponse:
+    def _acquire_response(self, answer: Answered, *, for_peer: bool) -> cache_pb2.AcquireResponse:
         response = cache_pb2.AcquireResponse(
             lease_id=answer.lease_id, lease_ttl_ms=self._facts.lease_ttl_ms, epoch=self._facts.epoch
         )
@@ -352,6 +366,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 position=position, result=cache_pb2.ACQUIRE_RESULT_READY,
                 extent=cache_pb2.Extent(offset=ready.offset, length=ready.length),
                 piece_checksums=ready.checksums, is_remote=ready.is_remote,
+                # Only who keeps a copy has use for it.
+                writer_role=ROLE_NUMBERS.get(ready.writer_role, 0) if for_peer else 0,
             )  # fmt: skip
         for position, result in answer.failed:
             response.shards.add(position=position, result=result)

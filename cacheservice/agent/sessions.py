@@ -27,6 +27,10 @@ from cacheservice.errors import LimitReached, UnknownSession
 
 TOKEN_BYTES = 16
 MAX_OUTCOMES_KEPT = 4096
+MAX_REFUSED_KEPT = 16
+REFUSED_KEPT_S = 60.0
+"""A client that is refused tries again within seconds, so what is older is over."""
+MAX_SHOWN_NAME = 128
 _MAX_LEASES_NOTED = 64
 
 
@@ -51,6 +55,7 @@ class Hello:
     vllm_version: str
     larder_version: str
     maps_arena: bool
+    protocol: int
 
 
 class StreamedShard:
@@ -106,6 +111,8 @@ class Session:
     """Ends the client's stream; may be called from any thread."""
     arena: ArenaState
     data_plane: str = "none"
+    namespace: NamespaceDigest | None = None
+    """The one that it opened last."""
     outcomes: Counter[str] = field(default_factory=Counter)
     asked_tokens: int = 0
     hit_tokens: int = 0
@@ -131,6 +138,8 @@ class KeptOutcome:
     role: str
     rank: int
     outcome: Outcome
+    namespace: NamespaceDigest | None
+    """The one that the client had opened last when it reported."""
 
 
 MAX_PING_INTERVAL_MS = 3000
@@ -157,6 +166,8 @@ class SessionRegistry:
         self._greeting: dict[int, tuple[float, Callable[[], object]]] = {}
         """Streams that did not send their hello yet: when they came, how to end them."""
         self._numbers = itertools.count(1)
+        self._refused: OrderedDict[str, float] = OrderedDict()
+        """Sentences about clients whose hello was refused, last heard last, and when that was."""
         self.kept_outcomes: deque[KeptOutcome] = deque(maxlen=MAX_OUTCOMES_KEPT)
         self.outcome_totals: Counter[tuple[str, str, str]] = Counter()
         """By kind, reason and role, since the agent started."""
@@ -183,6 +194,22 @@ class SessionRegistry:
         """The stream closed before its hello was accepted."""
         with self._guarded.reading():
             self._greeting.pop(number, None)
+
+    def note_refused(self, engine_name: str, why: str) -> None:
+        """Keep what people should know of a client whose hello was refused; it tries again and again."""
+        shown = "".join(c for c in engine_name[:MAX_SHOWN_NAME] if c.isprintable()) or "(no name)"
+        now_s = self._guarded.clock()
+        with self._guarded.reading():
+            self._refused[f"engine {shown}: {why}"] = now_s
+            self._refused.move_to_end(f"engine {shown}: {why}")
+            if len(self._refused) > MAX_REFUSED_KEPT:
+                self._refused.popitem(last=False)
+
+    def refused_hellos(self) -> list[str]:
+        """Sentences about clients that were refused in the last minute, newest first."""
+        before_s = self._guarded.clock() - REFUSED_KEPT_S
+        with self._guarded.reading():
+            return [what for what, at_s in reversed(self._refused.items()) if at_s >= before_s]
 
     def begin(self, number: int, hello: Hello, cancel: Callable[[], object]) -> Session:
         """Make a session of the stream `number`."""
@@ -270,7 +297,9 @@ class SessionRegistry:
                 session.hit_tokens += outcome.served_tokens
             self.outcome_totals[kind, outcome.reason.label, hello.role] += 1
             self.kept_outcomes.append(
-                KeptOutcome(now_s, hello.engine_name, hello.role, hello.rank, outcome)
+                KeptOutcome(
+                    now_s, hello.engine_name, hello.role, hello.rank, outcome, session.namespace
+                )
             )
 
     def end_silent(self) -> list[tuple[Session, str]]:

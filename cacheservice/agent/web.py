@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Protocol
+from urllib.parse import parse_qs
 
 from cacheservice.agent.config import HostPort
 from cacheservice.errors import ConfigError
@@ -21,6 +22,13 @@ _log = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 16
 _TIMEOUT_S = 5.0
+
+
+class StatusPage(Protocol):
+    """Makes the value of /statusz."""
+
+    def __call__(self, *, with_outcomes: bool, request: str) -> Mapping[str, Any]:
+        """With the ring of outcomes, or without; with it, of requests whose id contains `request`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +40,7 @@ class Pages:
     why_not_ready: Callable[[], str]
     """Empty when ready."""
     metrics: Callable[[], bytes]
-    status: Callable[[], Mapping[str, Any]]
+    status: StatusPage
 
 
 class WebServer:
@@ -101,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer one page."""
-        path = self.path.partition("?")[0]
+        path, _, query = self.path.partition("?")
         if path == "/healthz":
             alive = self.pages.is_alive()
             self._send(
@@ -114,10 +122,20 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/metrics":
             self._send(200, self.pages.metrics(), kind="text/plain; version=0.0.4; charset=utf-8")
         elif path == "/statusz":
-            body = json.dumps(self.pages.status(), separators=(",", ":")).encode()
-            self._send(200, body, kind="application/json")
+            self._send(200, self._status(query), kind="application/json")
         else:
             self._send(404, b"not here; there are /healthz, /readyz, /metrics and /statusz\n")
+
+    def _status(self, query: str) -> bytes:
+        """`outcomes=1` adds the ring of outcomes, `request=ID` those of it that are of this request."""
+        try:
+            asked = parse_qs(query, max_num_fields=8)
+        except ValueError:
+            asked = {}
+        request = asked.get("request", [""])[0]
+        with_outcomes = asked.get("outcomes", ["0"])[0] == "1" or bool(request)
+        page = self.pages.status(with_outcomes=with_outcomes, request=request)
+        return json.dumps(page, separators=(",", ":")).encode()
 
     do_HEAD = do_GET  # noqa: N815
 

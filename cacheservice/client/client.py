@@ -31,6 +31,7 @@ from cacheservice.client.values import (
     LookupAnswer,
     LookupWait,
     RetrieveResult,
+    Role,
     ShardRead,
     ShardWrite,
     StoreResult,
@@ -68,6 +69,8 @@ _ACQUIRE_REASONS = {
     cache_pb2.ACQUIRE_RESULT_PEER_FAILED: Reason.PEER_FAILED,
     cache_pb2.ACQUIRE_RESULT_NO_SPACE: Reason.NO_SPACE,
 }
+
+_ROLE_NAMES = {int(role): role.name.lower() for role in Role}
 
 _Item = TypeVar("_Item")
 
@@ -270,15 +273,19 @@ class CacheClient:
             self._clock, self._deadlines.load_s if deadline_s is None else deadline_s
         )
         results: list[Reason] = []
+        roles: list[str] = []
         try:
             for batch in _batches(reads, MAX_SHARDS_PER_CALL):
-                results += self._retrieve_batch(session, namespace, batch, lookup_lease, deadline)
+                results += self._retrieve_batch(
+                    session, namespace, batch, lookup_lease, deadline, roles
+                )
         except Exception:  # noqa: BLE001 - outermost frame: logged, and the load has failed
             _log.exception("a retrieve failed: namespace=%s", short_hex(namespace))
         results += [Reason.INTERNAL] * (len(reads) - len(results))
+        roles += [""] * (len(reads) - len(roles))
         return [
-            RetrieveResult(reason, read.stop - read.start if reason is Reason.HIT else 0)
-            for reason, read in zip(results, reads, strict=True)
+            RetrieveResult(reason, read.stop - read.start if reason is Reason.HIT else 0, role)
+            for reason, read, role in zip(results, reads, roles, strict=True)
         ]
 
     def _store_batch(
@@ -384,7 +391,9 @@ class CacheClient:
         reads: Sequence[ShardRead],
         lookup_lease: int,
         deadline: Deadline,
+        roles: list[str],
     ) -> list[Reason]:
+        """One result per read; `roles` grows by as many roles of writers."""
         if not self._moves_bytes:
             raise ValueError("a client with data_plane='none' can't retrieve")
         if any(not 0 <= r.start <= r.stop <= r.size_bytes for r in reads):
@@ -403,6 +412,7 @@ class CacheClient:
         )
         watch = Watch(deadline, end_of_session=session.end_reason)
         results: list[Reason | None] = [None] * len(reads)
+        writers = [""] * len(reads)
         lease_id = 0
         failure: Reason = Reason.INTERNAL
         call = None
@@ -410,6 +420,9 @@ class CacheClient:
             call = session.stub.Acquire(request, timeout=left_s)
             for answer in call:
                 lease_id = answer.lease_id or lease_id
+                for shard in answer.shards:
+                    if shard.writer_role and shard.position < len(reads):
+                        writers[shard.position] = _ROLE_NAMES.get(shard.writer_role, "")
                 self._take_acquired(session, reads, answer, results, watch, deadline)
                 if not watch.may_go_on():
                     failure = watch.stopped or Reason.INTERNAL
@@ -422,7 +435,11 @@ class CacheClient:
             if call is not None:
                 call.cancel()
             corrupt = [p for p, reason in enumerate(results) if reason is Reason.CHECKSUM]
-            worth = self._give_back(session, lease_id, corrupt, deadline) if lease_id else None
+            was_read = all(reason is Reason.HIT for reason in results)
+            worth = None
+            if lease_id:
+                worth = self._give_back(session, lease_id, corrupt, deadline, was_read=was_read)
+        roles += writers
         for position, read in enumerate(reads):
             reason = results[position]
             if reason is None:
@@ -475,7 +492,13 @@ class CacheClient:
                 results[leased_read.position] = reason
 
     def _give_back(
-        self, session: Session, lease_id: int, corrupt: Sequence[int], deadline: Deadline
+        self,
+        session: Session,
+        lease_id: int,
+        corrupt: Sequence[int],
+        deadline: Deadline,
+        *,
+        was_read: bool,
     ) -> Reason:
         """Release the lease; HIT when it held throughout, else what everything read under it is.
 
@@ -488,6 +511,7 @@ class CacheClient:
                 cache_pb2.LeasedPosition(lease_id=lease_id, position=position)
                 for position in corrupt[:MAX_CORRUPT_PER_RELEASE]
             ],
+            unread_lease_ids=() if was_read else (lease_id,),
         )
         answer = session.call("Release", request, deadline.left_s(self._deadlines.commit_s))
         if isinstance(answer, Reason):

@@ -43,12 +43,12 @@ from cacheservice.client.values import (
 from cacheservice.core.keys import NamespaceDigest, short_hex
 from cacheservice.core.layout import NamespaceSpec
 from cacheservice.core.outcomes import Outcome, Reason
+from cacheservice.core.protocol import PROTOCOL_VERSION
 from cacheservice.errors import AgentRejected, AgentUnavailable, LarderError
 from cacheservice.v1 import cache_pb2, cache_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 1
 MAX_QUEUED_OUTCOMES = 1024
 MAX_OUTCOMES_PER_PING = 256
 MAX_QUEUED_IDS = 65_536
@@ -737,7 +737,10 @@ def _end_all(
     """Release leases or abort reservations; None, or the status with which that failed."""
     try:
         if method == "Release":
-            released = cache_pb2.ReleaseRequest(session_token=session.token, lease_ids=subjects)
+            # Leases whose own release went wrong, and those of lookups: nobody said that they were read under.
+            released = cache_pb2.ReleaseRequest(
+                session_token=session.token, lease_ids=subjects, unread_lease_ids=subjects
+            )
             session.stub.Release(released, timeout=timeout_s)
         else:
             aborted = cache_pb2.AbortRequest(session_token=session.token, reservation_ids=subjects)

@@ -272,3 +272,5 @@ class RetrieveResult:
 
     reason: Reason
     num_bytes: int
+    writer_role: str = ""
+    """Role of the client that stored the shard, for clients with the role peer; "" where the agent did not say."""

@@ -51,8 +51,8 @@ class Shard:
 class Namespace:
     """One open namespace: its shape, and its chunks by key."""
 
-    __slots__ = ("_codes", "absent", "bases", "chunks", "groups", "lineage", "num_bytes", "num_ready",
-        "spec", "used_at", "was_used")  # fmt: skip
+    __slots__ = ("_codes", "absent", "bases", "chunks", "groups", "lineage", "num_bytes", "num_found",
+        "num_read", "num_ready", "num_stored", "spec", "used_at", "was_used")  # fmt: skip
 
     def __init__(self, spec: NamespaceSpec) -> None:
         self.spec = spec
@@ -66,6 +66,12 @@ class Namespace:
         """Order of the last use among all namespaces."""
         self.was_used = False
         """True once a chunk was stored."""
+        self.num_stored: dict[str, int] = {}
+        """Chunks by role of their writer, see `Flow`."""
+        self.num_found: dict[tuple[str, str], int] = {}
+        """Chunks by roles of writer and reader, see `Flow`."""
+        self.num_read: dict[tuple[str, str], int] = {}
+        """Chunks by roles of writer and reader, see `Flow`."""
         self.bases: list[int] = []
         """First bit of each group."""
         self.groups: list[int] = []
@@ -111,7 +117,7 @@ class Chunk(Evictable):
     """
 
     __slots__ = ("codes", "is_doomed", "lookup_pins", "namespace", "parent_key", "pending", "pins",
-        "ready", "slots")  # fmt: skip
+        "ready", "slots", "writer_role")  # fmt: skip
 
     def __init__(
         self, namespace: Namespace, key: ChunkKey, parent_key: ChunkKey | None, number: int
@@ -130,6 +136,8 @@ class Chunk(Evictable):
         """Leases of lookups that hold it."""
         self.is_doomed = False
         """True when it was dropped and only leases keep its bytes."""
+        self.writer_role = ""
+        """Who wrote the first of its ready shards."""
 
     def is_held(self) -> bool:
         """True while a lease holds it or a shard of it is being written."""

@@ -14,7 +14,7 @@ announce what `take_changes` returns.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import repeat
@@ -48,6 +48,8 @@ from cacheservice.errors import (
 SessionId = NewType("SessionId", int)
 """Number that the agent gives a session; never used twice."""
 
+ELSEWHERE = "elsewhere"
+"""Stands for the writer's role in flows of what other agents hold."""
 EXPIRE_ENTRIES = 20_000
 """What one `expire` ends: some 20 ms under the lock."""
 RUN_SEEDS = 16
@@ -148,6 +150,7 @@ class ReadyShard(NamedTuple):
     length: int
     checksums: tuple[int, ...]
     is_remote: bool
+    writer_role: str
 
 
 class AcquireAnswer(NamedTuple):
@@ -190,6 +193,29 @@ class NamespaceSummary(NamedTuple):
     spec: NamespaceSpec
     num_chunks: int
     num_bytes: int
+
+
+class Flow(NamedTuple):
+    """Chunks of one namespace that came and were asked for here since it was opened, by who wrote and who read them.
+
+    A chunk's writer is that of its first shard, also when that one was pulled from another agent; `writer_role` is ""
+    where that agent did not say it, and `ELSEWHERE` for chunks that lookups saw only at other agents, in the index,
+    which does not know the writer (each such lookup counts).
+    """
+
+    namespace: NamespaceDigest
+    writer_role: str
+    reader_role: str
+    num_stored: int
+    """Chunks that clients of `writer_role` stored here themselves, each counted when its first shard is committed: that
+    is whatever the groups are, as chunks of windows and states may never be complete. Stored again after an
+    eviction counts again; pulled from another agent does not count. The same in all rows of a writer."""
+    num_found: int
+    """Chunks that lookups of `reader_role` took a lease on, or would have but for a limit of leases. A lookup that
+    renews the lease of the one before on just these chunks does not count again."""
+    num_read: int
+    """Chunks of which readers gave leases of acquires back that held, and under which all was read, as far as they
+    say. Counted once per lease that `release` was told to count."""
 
 
 class ShardSummary(NamedTuple):
@@ -272,6 +298,7 @@ class StoreCounts:
 
 
 _CODES_OF = attrgetter("codes")
+_WRITER_ROLE_OF = attrgetter("writer_role")
 
 
 class Store:
@@ -442,6 +469,14 @@ class Store:
             self.release(session, [superseded], now_s)
         return bytearray().join(map(_CODES_OF, found)), lease
 
+    def count_found_elsewhere(
+        self, session: SessionId, ns: NamespaceDigest, num_chunks: int
+    ) -> None:
+        """Count chunks that a lookup of `session` was told to be at other agents, see `Flow`."""
+        key = (ELSEWHERE, self._live_session(session).writer.role)
+        found = self._open_namespace(ns).num_found
+        found[key] = found.get(key, 0) + num_chunks
+
     def acquire(
         self,
         session: SessionId,
@@ -489,10 +524,18 @@ class Store:
             raise self._too_many_leases()
         return self._lease_shards(lease, namespace, positions, shards, bits, now_s)
 
-    def release(self, session: SessionId, lease_ids: Sequence[int], now_s: float) -> list[bool]:
+    def release(
+        self,
+        session: SessionId,
+        lease_ids: Sequence[int],
+        now_s: float,
+        *,
+        read: Container[int] = (),
+    ) -> list[bool]:
         """Give leases back; per lease whether it held until now.
 
-        Raises `UnknownObject`, and releases nothing, when one is not the session's or was released before.
+        Chunks under leases of acquires that held and are in `read` count as read. Raises `UnknownObject`, and
+        releases nothing, when one is not the session's or was released before.
         """
         owner = self._live_session(session)
         seen: set[int] = set()
@@ -513,6 +556,8 @@ class Store:
             held.append(lease.expires_at_s > now_s)
             if not held[-1]:
                 self._totals.num_expired_leases += 1
+            elif lease_id in read and not lease.is_lookup and lease.chunks:
+                self._count_read(owner, lease)
             self._drop_lease(lease)
         return held
 
@@ -540,7 +585,7 @@ class Store:
         offset, length, chunk, bit = found
         slot = chunk.slots[bit]
         assert isinstance(slot, Shard), "a leased shard is gone"
-        return ReadyShard(offset, length, slot.piece_checksums(), slot.is_remote)
+        return ReadyShard(offset, length, slot.piece_checksums(), slot.is_remote, slot.writer.role)
 
     def drop_corrupt_leased(
         self, session: SessionId, lease_id: int, position: int
@@ -602,9 +647,13 @@ class Store:
         session: SessionId,
         items: Sequence[tuple[int, Sequence[int], bool]],
         now_s: float,
+        *,
+        writers: Mapping[int, Writer] | None = None,
     ) -> list[CommitResult]:
         """Make written shards readable; items are `CommitItem` or equal tuples. Each reservation ends, whatever its
         result.
+
+        `writers`, by reservation, says of shards that the session only brings who wrote them.
 
         LOST_RACE when the reservation's time ran out and another one was committed, EXPIRED when it ran out,
         CHECKSUM_MISMATCH when a copy into the extent is still in flight. Raises `UnknownObject` for a reservation
@@ -632,7 +681,10 @@ class Store:
         results = []
         for reservation_id, reservation, checksums, is_remote in batch:
             if isinstance(reservation, Reservation):
-                result = self._commit_one(reservation, checksums, now_s, fresh, is_remote=is_remote)
+                writer = owner.writer if writers is None else writers[reservation_id]
+                result = self._commit_one(
+                    reservation, checksums, now_s, fresh, writer, is_remote=is_remote
+                )
             else:
                 del self._freed_reservations[reservation_id]
                 result = self._late_commit(
@@ -645,6 +697,9 @@ class Store:
         fresh.sort(key=attrgetter("number"), reverse=True)
         for chunk in fresh:
             self._enter_policy(chunk)
+            if writers is None:
+                stored = chunk.namespace.num_stored
+                stored[chunk.writer_role] = stored.get(chunk.writer_role, 0) + 1
         # Shards that come to a chunk under a lookup lease make it cover more; the oldest leases end for that.
         while self._lookup_bytes > self._max_lookup_bytes:
             self._expire_lease(next(iter(self._lookup_leases.values())))
@@ -854,6 +909,22 @@ class Store:
         used = sorted(self._namespaces.values(), key=attrgetter("used_at"), reverse=True)
         return [NamespaceSummary(n.spec, n.num_ready, n.num_bytes) for n in used]
 
+    def flows(self, readers: Collection[str] = ()) -> list[Flow]:
+        """One per namespace, role that wrote, and role that read or is one of `readers`."""
+        rows = []
+        for digest, namespace in self._namespaces.items():
+            pairs = {*namespace.num_found, *namespace.num_read}
+            writers = {*namespace.num_stored, *(writer for writer, _ in pairs)}
+            pairs |= {(writer, reader) for writer in writers for reader in readers}
+            rows += [
+                Flow(
+                    digest, writer, reader, namespace.num_stored.get(writer, 0),
+                    namespace.num_found.get((writer, reader), 0), namespace.num_read.get((writer, reader), 0),
+                )
+                for writer, reader in sorted(pairs)
+            ]  # fmt: skip
+        return rows
+
     def list_shards(self, ns: NamespaceDigest, chunk: ChunkKey) -> list[ShardSummary]:
         """Shards of a chunk, ready or pending, by group and shard; empty for a chunk that is not here."""
         namespace = self._open_namespace(ns)
@@ -1012,7 +1083,9 @@ class Store:
                     chunk.pins += 1
                 offset, length = slot.extent.offset, groups[group].shard_bytes
                 lease.shards[position] = (offset, length, chunk, bit)
-                found = ReadyShard(offset, length, slot.piece_checksums(), slot.is_remote)
+                found = ReadyShard(
+                    offset, length, slot.piece_checksums(), slot.is_remote, slot.writer.role
+                )
                 ready.append((position, found))
             else:
                 pending.append(position)
@@ -1046,6 +1119,7 @@ class Store:
             and former.chunks == leased
         ):
             return self._renew(former, now_s)
+        _count_by_writer(namespace.num_found, leased, owner.writer.role)
         # One pass that pins at once and is undone when refused: this loop is most of a lookup's time under the lock.
         accessed: list[Evictable] = []
         num_bytes = self._lookup_bytes
@@ -1102,6 +1176,10 @@ class Store:
                 pins = chunk.pins = chunk.pins - 1
                 if not pins and not chunk.is_held():
                     self._let_go(chunk)
+
+    def _count_read(self, owner: Session, lease: Lease) -> None:
+        chunks = list(lease.chunks)
+        _count_by_writer(chunks[0].namespace.num_read, chunks, owner.writer.role)
 
     def _expire_lease(self, lease: Lease) -> None:
         self._drop_lease(lease)
@@ -1171,6 +1249,7 @@ class Store:
         checksums: Sequence[int],
         now_s: float,
         fresh: list[Chunk],
+        writer: Writer,
         *,
         is_remote: bool,
     ) -> CommitResult:
@@ -1190,10 +1269,11 @@ class Store:
         owner = reservation.session
         del owner.reservations[reservation.reservation_id]
         del self._reservations[reservation.reservation_id]
-        chunk.slots[bit] = Shard(extent, checksums, owner.writer, is_remote=is_remote)
+        chunk.slots[bit] = Shard(extent, checksums, writer, is_remote=is_remote)
         chunk.pending &= ~(1 << bit)
         if not chunk.ready:
             fresh.append(chunk)
+            chunk.writer_role = writer.role
             self._num_ready_chunks += 1
             chunk.namespace.num_ready += 1
         chunk.ready |= 1 << bit
@@ -1609,3 +1689,16 @@ class Store:
         lines = [str(self.counts())]
         lines += [f"  {extent} {extent.owner!r}" for extent in self._allocator.extents()]
         return "\n".join(lines[:200])
+
+
+def _count_by_writer(
+    counts: dict[tuple[str, str], int], chunks: list[Chunk], reader_role: str
+) -> None:
+    """Count each chunk under (role of its writer, `reader_role`)."""
+    roles = list(map(_WRITER_ROLE_OF, chunks))
+    while roles:
+        # Nearly always all of a prompt have one writer; counting equal strings takes no time beside the rest.
+        role = roles[0]
+        num = roles.count(role)
+        counts[role, reader_role] = counts.get((role, reader_role), 0) + num
+        roles = [] if num == len(roles) else [r for r in roles if r != role]

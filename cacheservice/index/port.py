@@ -72,6 +72,8 @@ class IndexStatus:
 
     health: IndexHealth
     message: str = ""
+    reason: str = ""
+    """For programs, while not ready: the value of a `Reason` of `trouble.py`."""
 
 
 class Index(Protocol):

@@ -358,18 +358,20 @@ class Extent(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class AcquiredShard(_message.Message):
-    __slots__ = ("position", "result", "extent", "piece_checksums", "is_remote")
+    __slots__ = ("position", "result", "extent", "piece_checksums", "is_remote", "writer_role")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     EXTENT_FIELD_NUMBER: _ClassVar[int]
     PIECE_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     IS_REMOTE_FIELD_NUMBER: _ClassVar[int]
+    WRITER_ROLE_FIELD_NUMBER: _ClassVar[int]
     position: int
     result: AcquireResult
     extent: Extent
     piece_checksums: _containers.RepeatedScalarFieldContainer[int]
     is_remote: bool
-    def __init__(self, position: _Optional[int] = ..., result: _Optional[_Union[AcquireResult, str]] = ..., extent: _Optional[_Union[Extent, _Mapping]] = ..., piece_checksums: _Optional[_Iterable[int]] = ..., is_remote: _Optional[bool] = ...) -> None: ...
+    writer_role: ClientRole
+    def __init__(self, position: _Optional[int] = ..., result: _Optional[_Union[AcquireResult, str]] = ..., extent: _Optional[_Union[Extent, _Mapping]] = ..., piece_checksums: _Optional[_Iterable[int]] = ..., is_remote: _Optional[bool] = ..., writer_role: _Optional[_Union[ClientRole, str]] = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
     __slots__ = ("lease_id", "lease_ttl_ms", "epoch", "shards")
@@ -392,14 +394,16 @@ class LeasedPosition(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("session_token", "lease_ids", "corrupt")
+    __slots__ = ("session_token", "lease_ids", "corrupt", "unread_lease_ids")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     lease_ids: _containers.RepeatedScalarFieldContainer[int]
     corrupt: _containers.RepeatedCompositeFieldContainer[LeasedPosition]
-    def __init__(self, session_token: _Optional[bytes] = ..., lease_ids: _Optional[_Iterable[int]] = ..., corrupt: _Optional[_Iterable[_Union[LeasedPosition, _Mapping]]] = ...) -> None: ...
+    unread_lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_token: _Optional[bytes] = ..., lease_ids: _Optional[_Iterable[int]] = ..., corrupt: _Optional[_Iterable[_Union[LeasedPosition, _Mapping]]] = ..., unread_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ("held",)
