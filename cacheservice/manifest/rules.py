@@ -34,8 +34,8 @@ class Pattern:
 
 service_name = Pattern(r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")
 owned_argument = Pattern(
-    r"^(--(kv[-_][to]|prefix[-_]cachi|(no[-_])?disable[-_]h|(no[-_])?data[-_]p|te|pi|dec|dcp"
-    r"|prefill[-_]c|nn|nod|mas|ser|rev|ho|por|ud|api[-_]k|hf[-_]t|(config|model)(=|$))|-[tpdnr])",
+    r"^(--(kv[-_][to]|prefix[-_]cachi|(no[-_])?disable[-_]h|(no[-_])?data[-_]p|te|pi|dec"
+    r"|prefill[-_]c|nn|nod|mas|ser|rev|ho|por|ud|api[-_]k|hf[-_]t|(config|model)([=. ]|$))|-(t|p|dp|dcp|n|r))",
     forbidden=True,
 )
 size = Pattern(r"^[1-9][0-9]{0,5}(Mi|Gi|Ti)$")
