@@ -14,7 +14,7 @@ import psutil
 import pytest
 from engines import tiny_llama
 
-from cacheservice.local.http_client import ask
+from cacheservice.local.http_client import EngineError, ask
 
 pytestmark = pytest.mark.engine
 
@@ -52,7 +52,8 @@ def test_up_serves_from_the_cache_and_ctrl_c_leaves_nothing(tmp_path: Path) -> N
         try:
             line = process.stdout.readline()
             assert line, (tmp_path / "stderr").read_text()
-            (engine,) = json.loads(line)["engines"]
+            state = json.loads(line)
+            (engine,) = state["engines"]
             port = int(engine["url"].split(":")[2].split("/")[0])
             body = {
                 "model": "tiny",
@@ -70,6 +71,19 @@ def test_up_serves_from_the_cache_and_ctrl_c_leaves_nothing(tmp_path: Path) -> N
             assert again.cached_tokens == 512
             assert again.token_ids == first.token_ids
 
+            # Through the router: the same text, and from the cache the second time.
+            router = int(state["router"]["url"].split(":")[2].split("/")[0])
+            text = {**body, "prompt": " ".join(str(number) for number in range(400))}
+            direct = ask("127.0.0.1", port, "/v1/completions", text)
+            for _ in range(20):
+                routed = ask("127.0.0.1", router, "/v1/completions", text)
+                assert routed.token_ids == direct.token_ids
+                if routed.cached_tokens:
+                    break
+            assert routed.cached_tokens > 0
+            with pytest.raises(EngineError, match=r"400.*StringOrArray"):
+                ask("127.0.0.1", router, "/v1/completions", body)
+
             shown = subprocess.run(
                 [*cli, "status", "--json"],
                 cwd=tmp_path,
@@ -80,16 +94,20 @@ def test_up_serves_from_the_cache_and_ctrl_c_leaves_nothing(tmp_path: Path) -> N
             )
             (run,) = json.loads(shown.stdout)["runs"]
             assert run["engines"][0]["healthy"]
+            assert run["router"]["ready"]
             assert run["engines"][0]["data_plane"] == "shared_memory"
-            assert run["agents"][0]["chunks"] == 4
+            assert run["agents"][0]["chunks"] >= 5
             assert run["agents"][0]["index"] == "ready"
             table = subprocess.run(
                 [*cli, "status"], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
             )
             assert "decode" in table.stdout
+            assert state["router"]["url"] in table.stdout
 
             family = psutil.Process(process.pid).children(recursive=True)
-            assert len(family) >= 7, "redis, agent, API server, engine core, worker, and leashes"
+            assert len(family) >= 9, (
+                "redis, agent, API server, engine core, worker, router, and leashes"
+            )
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=60) == 0
             _, alive = psutil.wait_procs(family, timeout=0)
