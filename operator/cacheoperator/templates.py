@@ -199,16 +199,18 @@ def _merged(base: Any, overlay: Any, node: _Node, path: str) -> Any:
 
 
 def _merged_any(base: Any, overlay: Any, path: str) -> Any:
+    if base is not MISSING and _shape(base) is not _shape(overlay):
+        raise _refused(path, f"must be {_kind(base)}, and is {_kind(overlay)}")
     if isinstance(overlay, dict):
-        _require(base is MISSING or isinstance(base, dict), path, "must not be a mapping", overlay)
         return _merged_map(base, overlay, _Map({}), path)
     if isinstance(overlay, list):
-        _require(base is MISSING or isinstance(base, list), path, "must not be a list", overlay)
         return [_added(item, f"{path}[{index}]") for index, item in enumerate(overlay)]
-    if base is not MISSING:
-        _require(not isinstance(base, dict), path, "must be a mapping", overlay)
-        _require(not isinstance(base, list), path, "must be a list", overlay)
     return overlay
+
+
+def _shape(value: Any) -> type | None:
+    """Kinds of scalars are the API server's business: a port may be a number or a name."""
+    return type(value) if isinstance(value, dict | list) else None
 
 
 def _added(item: Any, path: str) -> Any:
