@@ -174,8 +174,8 @@ def test_each_image_reaches_the_operator_under_its_own_name() -> None:
 
 
 def test_config_map_has_exactly_the_settings_of_the_operator() -> None:
-    text = TEMPLATES["configmap.yaml"].split("operator.yaml: |", 1)[1]
-    written = set(re.findall(r"^    (\w+):", text, re.MULTILINE))
+    text = _define("larder.config", until="apiVersion: v1")
+    written = set(re.findall(r"^(\w+):", text, re.MULTILINE))
     assert written == {field.name for field in dataclasses.fields(Settings)} - NOT_CONFIGURED
 
 
@@ -188,14 +188,19 @@ def test_defaults_of_chart_and_operator_are_the_same() -> None:
     assert defaults["resync_s"] == operator["resyncSeconds"]
     assert defaults["num_workers"] == operator["workers"]
     assert defaults["http_port"] == 8080
-    assert f'"{defaults["operator_name"]}"' in f'"{_define("larder.name")}"'
+    assert defaults["operator_name"] == _define("larder.name")
 
 
-def _define(name: str) -> str:
-    """The text of one named template."""
+def _define(name: str, *, until: str = "") -> str:
+    """The text of one named template, as far as its first `end`, or as far as `until`."""
     text = "\n".join(TEMPLATES.values())
     found = re.search(
-        r"\{\{-? define \"" + re.escape(name) + r"\" -?\}\}(.*?)\{\{-? end -?\}\}", text, re.DOTALL
+        r"\{\{-? define \""
+        + re.escape(name)
+        + r"\" -?\}\}(.*?)"
+        + (re.escape(until) or r"\{\{-? end -?\}\}"),
+        text,
+        re.DOTALL,
     )
     assert found is not None, name
     return found[1].strip()
