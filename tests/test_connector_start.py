@@ -63,6 +63,7 @@ def test_every_deadline_has_a_key_in_milliseconds():
         ({"socket_dir": "/x", "lookup_ms": 0}, "lookup_ms"),
         ({"socket_dir": "/x", "hand_over_ms": 6000}, "hand_over_ms"),
         ({"address": "h:1", "tls_cert": "/c"}, "missing: tls_key, tls_ca"),
+        ({"address": "h:1", "tls_server_name": "agent"}, "tls_server_name goes with tls_cert"),
         ({"socket_dir": "/x", "tls_cert": "c", "tls_key": "k", "tls_ca": "a"}, "go with 'address'"),
     ],
 )

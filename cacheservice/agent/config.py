@@ -252,8 +252,15 @@ class AgentConfig:
     )  # fmt: skip
     tls_owner: str | None = _option(
         _parse_text,
-        "OWNER that the URI SAN of every client must name; give it when one authority signs for several KVCaches.",
+        "OWNER that the URI SAN of every client must name, as NAME or NAMESPACE/NAME; give it when one authority signs "
+        "for several KVCaches.",
         default=None, shown="any owner",
+    )  # fmt: skip
+    tls_server_name: str | None = _option(
+        _parse_text,
+        "DNS name that the certificates of the other agents must carry, instead of the host of their addresses: pods "
+        "are reached by addresses that no certificate can name ahead.",
+        default=None, shown="the host of each address",
     )  # fmt: skip
     allow_uid: tuple[int, ...] = _option(
         _parse_uids,
@@ -383,6 +390,8 @@ def _check_together(config: AgentConfig) -> None:
         raise ConfigError(
             f"{', '.join(missing)} missing; TLS needs all of --tls-cert, --tls-key and --tls-ca"
         )
+    if config.tls_server_name is not None and missing:
+        raise ConfigError("--tls-server-name needs --tls-cert, --tls-key and --tls-ca")
     if config.insecure and not missing:
         raise ConfigError("--insecure contradicts --tls-cert; leave one of them out")
     if config.listen is not None and missing and not config.insecure:

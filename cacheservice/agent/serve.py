@@ -588,4 +588,7 @@ def _group_id(group: str) -> int:
 def _peer_tls(config: AgentConfig) -> TlsFiles | None:
     if config.tls_cert is None or config.tls_key is None or config.tls_ca is None:
         return None
-    return TlsFiles(certificate=config.tls_cert, key=config.tls_key, ca=config.tls_ca)
+    return TlsFiles(
+        certificate=config.tls_cert, key=config.tls_key, ca=config.tls_ca,
+        server_name=config.tls_server_name,
+    )  # fmt: skip

@@ -1,6 +1,7 @@
 """Who may call what over TCP: mutual TLS, and the URI SAN of the caller's certificate.
 
-A certificate names its owner and role as `larder://OWNER/ROLE`, role engine, agent or operator. Engines and agents
+A certificate names its owner and role as `larder://OWNER/ROLE`, role engine, agent or operator; OWNER is a name, or
+namespace/name of a KVCache. Engines and agents
 may use the cache, operators may also use the admin service. On the unix socket whoever can open it may do both. Files
 are read again when they change, without a restart. Called by `serve.py`; clients check the DNS SAN
 (`cacheservice/client/tls.py`).
@@ -19,7 +20,7 @@ from cacheservice.errors import ConfigError, Forbidden
 
 _log = logging.getLogger(__name__)
 
-_URI = re.compile(r"larder://(?P<owner>[^/]+)/(?P<role>engine|agent|operator)")
+_URI = re.compile(r"larder://(?P<owner>[^/]+(?:/[^/]+)?)/(?P<role>engine|agent|operator)")
 _ADMIN = "/cacheservice.v1.AdminService/"
 _CACHE = "/cacheservice.v1.CacheService/"
 _SAN_PROPERTIES = ("x509_subject_alternative_name", "peer_uri")

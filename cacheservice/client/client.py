@@ -177,40 +177,43 @@ class CacheClient:
         )
         presence = b""
         lease_id, lease_expires_at = 0, 0.0
-        for first in range(0, len(chunks), MAX_LOOKUP_KEYS):
-            keys = chunks[first : first + MAX_LOOKUP_KEYS]
-            is_first = first == 0
-            num_waited = min(max(0, wait_num_chunks - first), len(keys))
-            left_s = deadline.left_s()
-            request = cache_pb2.LookupRequest(
-                take_lease=take_lease and is_first,
-                superseded_lease_id=superseded_lease if is_first else 0,
-            )
-            if num_waited:
-                request.wait = int(wait)  # type: ignore[assignment]
-                request.wait_num_chunks = num_waited
-                # Leave the answer time to arrive.
-                request.wait_ms = int(
-                    1000 * max(0.0, min(wait_s, left_s - self._deadlines.lookup_s / 2))
+        with session:
+            for first in range(0, len(chunks), MAX_LOOKUP_KEYS):
+                keys = chunks[first : first + MAX_LOOKUP_KEYS]
+                is_first = first == 0
+                num_waited = min(max(0, wait_num_chunks - first), len(keys))
+                left_s = deadline.left_s()
+                request = cache_pb2.LookupRequest(
+                    take_lease=take_lease and is_first,
+                    superseded_lease_id=superseded_lease if is_first else 0,
                 )
-            if owner is not None:
-                request.owner_node, request.owner_epoch = owner
-            asked_at = self._clock()
-            serialized = build_lookup(session.token, namespace, keys, request)
-            answer = session.call("Lookup", serialized, left_s)
-            if isinstance(answer, Reason):
-                if lease_id:
-                    self._keeper.release_later(session, lease_id)
-                return _no_lookup(answer)
-            if not answer.presence or len(answer.presence) % len(keys):
-                _log.error(
-                    "a lookup's answer has %s states for %s keys", len(answer.presence), len(keys)
-                )
-                return _no_lookup(Reason.INTERNAL)
-            presence += answer.presence
-            if is_first and answer.lease_id:
-                lease_id = answer.lease_id
-                lease_expires_at = asked_at + answer.lease_ttl_ms / 1000
+                if num_waited:
+                    request.wait = int(wait)  # type: ignore[assignment]
+                    request.wait_num_chunks = num_waited
+                    # Leave the answer time to arrive.
+                    request.wait_ms = int(
+                        1000 * max(0.0, min(wait_s, left_s - self._deadlines.lookup_s / 2))
+                    )
+                if owner is not None:
+                    request.owner_node, request.owner_epoch = owner
+                asked_at = self._clock()
+                serialized = build_lookup(session.token, namespace, keys, request)
+                answer = session.call("Lookup", serialized, left_s)
+                if isinstance(answer, Reason):
+                    if lease_id:
+                        self._keeper.release_later(session, lease_id)
+                    return _no_lookup(answer)
+                if not answer.presence or len(answer.presence) % len(keys):
+                    _log.error(
+                        "a lookup's answer has %s states for %s keys",
+                        len(answer.presence),
+                        len(keys),
+                    )
+                    return _no_lookup(Reason.INTERNAL)
+                presence += answer.presence
+                if is_first and answer.lease_id:
+                    lease_id = answer.lease_id
+                    lease_expires_at = asked_at + answer.lease_ttl_ms / 1000
         num_groups = (
             len(presence) // len(chunks) if chunks else self._keeper.num_groups(namespace) or 0
         )
@@ -239,8 +242,9 @@ class CacheClient:
         watch = Watch(deadline, end_of_session=session.end_reason, give_up=give_up)
         results: list[Reason] = []
         try:
-            for batch in _batches(writes, MAX_SHARDS_PER_CALL):
-                results += self._store_batch(session, namespace, batch, watch, deadline)
+            with session:
+                for batch in _batches(writes, MAX_SHARDS_PER_CALL):
+                    results += self._store_batch(session, namespace, batch, watch, deadline)
         except Exception:  # noqa: BLE001 - outermost frame: logged, and the rest is not stored
             _log.exception("a store failed: namespace=%s", short_hex(namespace))
         results += [Reason.INTERNAL] * (len(writes) - len(results))
@@ -275,10 +279,11 @@ class CacheClient:
         results: list[Reason] = []
         roles: list[str] = []
         try:
-            for batch in _batches(reads, MAX_SHARDS_PER_CALL):
-                results += self._retrieve_batch(
-                    session, namespace, batch, lookup_lease, deadline, roles
-                )
+            with session:
+                for batch in _batches(reads, MAX_SHARDS_PER_CALL):
+                    results += self._retrieve_batch(
+                        session, namespace, batch, lookup_lease, deadline, roles
+                    )
         except Exception:  # noqa: BLE001 - outermost frame: logged, and the load has failed
             _log.exception("a retrieve failed: namespace=%s", short_hex(namespace))
         results += [Reason.INTERNAL] * (len(reads) - len(results))

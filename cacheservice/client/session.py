@@ -5,6 +5,10 @@ every namespace in it; what it refused then, or closed since, is asked for again
 used again once it ended; everything that is queued (releases, aborts, outcomes) is bounded. The thread's inbox is the
 only way into it, so nothing here needs more than one lock. Called by `CacheClient`; moving bytes is left to the planes.
 
+Certificates: TLS looks at them at the handshake only, so a session would outlive them. When the files changed, a
+session with the new ones takes the place of the old one within a minute (at random, so that not all engines come at
+once). Calls in flight end in the old one, which closes after them; where the new files don't get in, the old one stays.
+
 Threads: the keeper's own; one reader per connection, since a synchronous gRPC stream can only be read by blocking;
 gRPC's.
 """
@@ -32,6 +36,7 @@ from cacheservice.client.lookup_request import lookup_call
 from cacheservice.client.plane import Plane
 from cacheservice.client.shared_memory import ArenaMapping, SharedMemoryPlane, map_arena
 from cacheservice.client.stream import StreamPlane
+from cacheservice.client.tls import stamps_of
 from cacheservice.client.values import (
     AgentTarget,
     ArenaUser,
@@ -62,6 +67,12 @@ FIRST_PAUSE_S = 0.05
 MAX_PING_INTERVAL_S = 3.0
 SILENCE_S = 10.0
 """An agent that leaves a ping unanswered for so long is taken for dead."""
+RENEW_WITHIN_S = 60.0
+"""How long after TLS files changed a session with the new ones is there at the latest, if the agent takes them."""
+RENEW_AGAIN_S = 10.0
+"""Pause after a try with new files that failed: the agent may trust them only later, or they are written one by one."""
+RETIRE_S = 0.2
+"""How long a session that was succeeded stays at least: for calls that took it and did not start yet."""
 GOODBYE_S = 0.5
 """How long a close waits at most for the agent's word on outcomes that no ping carried before."""
 
@@ -104,6 +115,8 @@ class Session:
         self.refused: set[NamespaceDigest] = set()
         """Namespaces that it did not open when it was asked last."""
         self._ended: Reason | None = None
+        self._num_users = 0
+        self._users = threading.Lock()
         self._faults_logged: set[tuple[str, grpc.StatusCode]] = set()
 
     def _stream_plane(self) -> Plane:
@@ -113,6 +126,21 @@ class Session:
             piece_bytes=self.piece_bytes,
             reason_of=self.reason_of,
         )
+
+    def __enter__(self) -> None:
+        """Start a call of several steps."""
+        with self._users:
+            self._num_users += 1
+
+    def __exit__(self, *_: object) -> None:
+        """That call ended."""
+        with self._users:
+            self._num_users -= 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call that entered is in flight."""
+        return self._num_users == 0
 
     def end_reason(self) -> Reason | None:
         """Why the session ended; None while it lives, as far as this client knows."""
@@ -184,6 +212,10 @@ class _Link:
     def __init__(
         self, target: AgentTarget, inbox: queue.SimpleQueue[object], hello: cache_pb2.SessionHello
     ) -> None:
+        self.ended: _Ended | None = None
+        """Set by the reader, also when the keeper does not look into the inbox for this link."""
+        # Before the files are read: what changes in between counts as changed.
+        self.stamps = stamps_of(target.tls) if target.tls is not None else None
         self.channel = open_channel(target)
         self._inbox = inbox
         self._requests: queue.SimpleQueue[cache_pb2.SessionRequest | None] = queue.SimpleQueue()
@@ -216,6 +248,7 @@ class _Link:
             code = error.code()
             is_answer = code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
             ended = _Ended(f"{code.name}: {error.details()}", is_answer)
+        self.ended = ended
         self._inbox.put((self, ended))
 
 
@@ -256,6 +289,7 @@ class SessionKeeper:
         # Of the keeper's thread alone.
         self._unanswered: deque[tuple[float, list[Outcome]]] = deque()
         self._last_complaint = ""
+        self._renew_at: float | None = None
 
     # Any thread.
 
@@ -376,9 +410,12 @@ class SessionKeeper:
         """One session from hello to its end; returns why it ended, raises LarderError when it did not begin."""
         link, welcome, plane, why_not_shared = self._connect()
         session = Session(link, welcome, plane)
+        self._renew_at = None
         try:
             self._make_visible(session, welcome, why_not_shared)
-            return self._serve(session, welcome)
+            while (message := self._serve(session, welcome)) is None:
+                session, welcome = self._succeed(session, welcome)
+            return message
         finally:
             self._make_invisible(session)
             session.end(Reason.AGENT_DOWN)
@@ -387,6 +424,59 @@ class SessionKeeper:
                 self._say_goodbye(link)
             link.close()
             self._take_back_outcomes()
+
+    def _succeed(
+        self, former: Session, welcome: cache_pb2.SessionWelcome
+    ) -> tuple[Session, cache_pb2.SessionWelcome]:
+        """Put a session with the present TLS files in the place of `former`; where that fails, `former` stays.
+
+        Called when the agent has confirmed every ping of `former`, so that no outcome is told twice.
+        """
+        self._renew_at = None
+        link = None
+        try:
+            # TLS goes with an address, so bytes are streamed and there is no mapping to take over.
+            link, renewed = self._open_link(maps_arena=False)
+            session = Session(link, renewed, None)
+            self._make_visible(session, renewed, "")
+        except LarderError as error:
+            if link is not None:
+                link.close()
+            if not self._is_closed():
+                _log.warning("TLS files changed but don't get in; the old session stays: %s", error)
+            self._renew_at = self._clock() + RENEW_AGAIN_S
+            return former, welcome
+        _log.info("certificates renewed: agent=%s", self._target)
+        threading.Thread(
+            target=self._retire, args=(former, welcome), name="larder-session-retire", daemon=True
+        ).start()
+        return session, renewed
+
+    def _retire(self, former: Session, welcome: cache_pb2.SessionWelcome) -> None:
+        """Close a session that was succeeded, after its calls in flight. In a thread of its own."""
+        deadline = Deadline(self._clock, self._deadlines.load_s)
+        interval_s = min(RETIRE_S, welcome.ping_interval_ms / 1000)
+        pause = threading.Event()
+        while True:
+            pause.wait(interval_s)
+            if former.is_idle or deadline.has_passed() or self._is_closed():
+                break
+            former.link.send(cache_pb2.SessionPing())
+        former.end(Reason.AGENT_DOWN)
+        former.plane.retire()
+        former.link.close()
+
+    def _wants_renewal(self, link: _Link, now: float) -> bool:
+        """Whether the TLS files are others than those of `link`, and it is time to use them."""
+        tls = self._target.tls
+        if tls is None:
+            return False
+        if self._renew_at is not None:
+            return now >= self._renew_at
+        stamps = stamps_of(tls)
+        if stamps is not None and stamps != link.stamps:
+            self._renew_at = now + random.uniform(0.0, RENEW_WITHIN_S)
+        return False
 
     def _connect(self) -> tuple[_Link, cache_pb2.SessionWelcome, Plane | None, str]:
         if self._target.socket_dir is None or self._data_plane not in ("auto", "shared_memory"):
@@ -560,15 +650,19 @@ class SessionKeeper:
             session.refused.add(spec.digest)
         return answer
 
-    def _serve(self, session: Session, welcome: cache_pb2.SessionWelcome) -> str:
-        """Ping, collect pongs, and do what was queued, until the session ends; returns why."""
+    def _serve(self, session: Session, welcome: cache_pb2.SessionWelcome) -> str | None:
+        """Ping, collect pongs, and do what was queued, until the session ends; returns why.
+
+        None when it is time for a session with other TLS files.
+        """
         interval_s = min(max(welcome.ping_interval_ms / 1000, 0.05), MAX_PING_INTERVAL_S)
         next_ping_at = self._clock() + interval_s
         while not self._is_closed():
             event = self._next_event(session.link, next_ping_at - self._clock())
-            if isinstance(event, _Ended):
-                session.end(Reason.LEASE_LOST if event.is_answer else Reason.AGENT_DOWN)
-                return event.message
+            ended = session.link.ended
+            if ended is not None:
+                session.end(Reason.LEASE_LOST if ended.is_answer else Reason.AGENT_DOWN)
+                return ended.message
             if session.end_reason() is Reason.AGENT_DOWN:
                 return "the agent left a reservation or its end unanswered"
             if session.end_reason() is not None:
@@ -580,6 +674,8 @@ class SessionKeeper:
                 if self._unanswered:
                     self._unanswered.popleft()
                 self._note_pong(event.pong)
+                if not self._unanswered and self._wants_renewal(session.link, self._clock()):
+                    return None
                 continue
             now = self._clock()
             if now >= next_ping_at:

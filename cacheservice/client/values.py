@@ -26,7 +26,7 @@ MAX_SOCKET_PATH_BYTES = 107
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of PEM files for mutual TLS; read again whenever a connection is made."""
+    """Paths of PEM files for mutual TLS; read again whenever a connection is made, and that is when they changed."""
 
     certificate: Path
     """Certificate chain of this client, leaf first."""

@@ -66,6 +66,7 @@ KEYS = (
     "tls_cert",
     "tls_key",
     "tls_ca",
+    "tls_server_name",
     *DEADLINE_KEYS,
 )
 
@@ -93,6 +94,8 @@ class ConnectorConfig:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_ca: Path | None = None
+    tls_server_name: str | None = None
+    """DNS name that the agent's certificate must carry; None: the host of `address`."""
     deadlines: ConnectorDeadlines = field(default_factory=ConnectorDeadlines)
 
 
@@ -123,6 +126,11 @@ def parse_extra_config(
         raise ConfigError(
             "kv_connector_extra_config: tls_cert, tls_key and tls_ca go with 'address'; a socket directory needs none"
         )
+    server_name = _text(extra, "tls_server_name")
+    if server_name and not any(tls.values()):
+        raise ConfigError(
+            "kv_connector_extra_config: tls_server_name goes with tls_cert, tls_key and tls_ca"
+        )
     return ConnectorConfig(
         socket_dir=Path(socket_dir) if socket_dir else None,
         address=address or None,
@@ -135,6 +143,7 @@ def parse_extra_config(
         tls_cert=_path(tls["tls_cert"]),
         tls_key=_path(tls["tls_key"]),
         tls_ca=_path(tls["tls_ca"]),
+        tls_server_name=server_name or None,
         deadlines=_deadlines(extra),
     )
 

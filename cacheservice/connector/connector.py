@@ -375,7 +375,7 @@ def build_client(
 
     tls = None
     if config.tls_cert is not None and config.tls_key is not None and config.tls_ca is not None:
-        tls = TlsFiles(config.tls_cert, config.tls_key, config.tls_ca)
+        tls = TlsFiles(config.tls_cert, config.tls_key, config.tls_ca, config.tls_server_name)
     host = socket.gethostname()
     deadlines = config.deadlines
     return CacheClient(
