@@ -239,7 +239,7 @@ def test_permissions_are_those_of_the_kinds_that_the_operator_touches() -> None:
     assert by_resource.pop((SECRET.group, SECRET.plural)) == {"get", "create", "patch"}
     assert SECRET in child_kinds
     assert SECRET not in watched_children
-    assert by_resource.pop((KVCACHE.group, KVCACHE.plural)) == {"get", "list", "watch"}
+    assert by_resource.pop((KVCACHE.group, KVCACHE.plural)) == {"list", "watch"}
     assert by_resource.pop((KVCACHE.group, f"{KVCACHE.plural}/status")) == {"patch"}
     for kind in (POD, EVENT, NAMESPACE, NODE, REPLICA_SET, LEASE):
         assert by_resource.pop((kind.group, kind.plural))

@@ -11,6 +11,7 @@ Invariant: `NEEDED` is what the operator uses, no more; tests compare it with th
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ _READ = ("get", "list", "watch")
 _OWN = (*_READ, "create", "patch", "delete")
 
 NEEDED = (
-    Permission(GROUP, "kvcaches", _READ),
+    Permission(GROUP, "kvcaches", ("list", "watch")),
     Permission(GROUP, "kvcaches/status", ("patch",)),
     Permission("apps", "deployments", _OWN),
     Permission("apps", "daemonsets", _OWN),
@@ -64,11 +65,12 @@ NEEDED = (
     Permission("rbac.authorization.k8s.io", "rolebindings", _OWN),
     Permission("monitoring.coreos.com", "podmonitors", _OWN),
     Permission("", "secrets", ("get", "create", "patch")),
-    # Makes and ends the pod that asks engines with an API key for the proof of transfer (spec.verify: Probe).
+    # Reading is what the router's Role gives away. Making: the dry run that tells whether pods may share memory, and
+    # the short-lived pod that asks engines with an API key for the proof of transfer (spec.verify: Probe).
     Permission("", "pods", (*_READ, "create", "delete")),
-    Permission("", "events", (*_READ, "create", "patch")),
+    Permission("", "events", ("get", "list", "create", "patch")),
     Permission("", "namespaces", ("get",)),
-    Permission("", "nodes", _READ, Scope.CLUSTER),
+    Permission("", "nodes", ("list", "watch"), Scope.CLUSTER),
     Permission("coordination.k8s.io", "leases", ("get", "create", "update"), Scope.LEASE),
 )
 
@@ -113,7 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     admission.add_argument("--namespace", required=True, help="where the dry runs are made")
     options = parser.parse_args(argv)
 
-    config.load_config()
+    if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
+        config.load_incluster_config()
+    else:
+        config.load_kube_config()
     if options.question == "permissions":
         faults = [
             f"not allowed: {question}"

@@ -6,7 +6,7 @@ each of them.
 {{- define "larder.rules" -}}
 - apiGroups: [larder.dev]
   resources: [kvcaches]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 - apiGroups: [larder.dev]
   resources: [kvcaches/status]
   verbs: [patch]
@@ -35,14 +35,15 @@ each of them.
 - apiGroups: [""]
   resources: [secrets]
   verbs: [get, create, patch]
-# Reading pods is also what the router's Role gives away, and nobody may give what he has not. One short-lived pod is made
-# and ended by the operator itself: with spec.verify Probe, where engines ask for an API key.
+# Reading pods is also what the router's Role gives away, and nobody may give what he has not. Pods are made by dry run,
+# to see whether they may share memory; one short-lived pod is made and ended with spec.verify Probe, where engines ask for
+# an API key.
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch, create, delete]
 - apiGroups: [""]
   resources: [events]
-  verbs: [get, list, watch, create, patch]
+  verbs: [get, list, create, patch]
 # The Pod Security label of the namespace decides whether pods may share memory.
 - apiGroups: [""]
   resources: [namespaces]
