@@ -30,6 +30,10 @@ REQUEST_TIMEOUT_S = 1800
 """A long answer is no error. An engine that hangs fails its health check long before."""
 MAX_REQUEST_BYTES = 64 << 20
 """SMG holds a request in memory while it may have to be sent again; its default is 512 MiB."""
+NUM_ATTEMPTS = 5
+"""For a request that an engine failed, in about half a second."""
+NUM_FAILURES_TO_LEAVE = 3
+"""After so many an engine is left alone for 5 s. Below NUM_ATTEMPTS."""
 READY_PATH = "/readiness"
 """200 as soon as there is an engine of each role: for the startup probe and for waiting."""
 LIVE_PATH = "/liveness"
@@ -125,14 +129,14 @@ def _smg_habits(site: RouterSite) -> list[str]:
         # One line per request is too much; changes of health are warnings.
         "--log-level", "warn",
         "--shutdown-grace-period-secs", str(site.shutdown_grace_s),
-        # Half a minute of refusals is 10 failures and 60 s of waiting by default: try again as soon as it is healthy.
-        "--cb-failure-threshold", "5",
+        # A retry goes to the same engine, since the prefix is there, until its breaker opens: it must open before
+        # the last attempt, or a request fails although another engine is well. Closed again as soon as it answers.
+        "--retry-max-retries", str(NUM_ATTEMPTS),
+        "--retry-max-backoff-ms", "500",
+        "--cb-failure-threshold", str(NUM_FAILURES_TO_LEAVE),
         "--cb-success-threshold", "1",
         "--cb-timeout-duration-secs", "5",
         "--cb-window-duration-secs", "30",
-        # A refused request is tried on other engines for about a second; the client is not to wait for more.
-        "--retry-max-retries", "5",
-        "--retry-max-backoff-ms", "500",
         # Four answers that are not streamed and take longer than the default of 3 s look like a stuck engine.
         "--worker-wedge-secs", "30",
         # Else answers of /v1/responses stay in its memory for a day, readable by whoever knows their id.
