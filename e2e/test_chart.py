@@ -17,15 +17,16 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from cacheoperator.__main__ import read_settings
 from cacheoperator.install_check import NEEDED, Scope
-from cacheoperator.settings import Images
+from cacheoperator.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "charts" / "larder"
 GOLDEN = Path(__file__).resolve().parent / "golden"
 RENDERS = ("default", "namespaced", "everything")
 NAMESPACE = "larder-system"
-OLDEST, NEWEST = "1.29", "1.37"
+OLDEST, NEWEST = "1.30", "1.37"
 """Versions of Kubernetes whose schemas every object must satisfy; the oldest is that of Chart.yaml's kubeVersion."""
 
 Object = dict[str, Any]
@@ -280,25 +281,38 @@ def _config(objects: list[Object]) -> dict[str, Any]:
     return config
 
 
-def test_operator_is_told_the_values() -> None:
-    config = _config(objects_of(template("--values", values_of("everything"))))
-    images = Images(**config.pop("images"))
-    assert images.agent == "mirror.example:5000/larder/larder@sha256:" + "1".rjust(64, "0")
-    assert images.redis == "mirror.example:5000/library/redis:7.4"
-    assert images.engine_cuda == "mirror.example:5000/vllm/vllm-openai:v0.32.0"
-    assert config == {
-        "watch_namespaces": [],
-        "cluster_domain": "cluster.example",
-        "certificate_lifetime_s": 3600,
-        "secret_refresh_s": 60,
-        "resync_s": 60,
-        "num_workers": 8,
-        "http_port": 8080,
-        "image_pull_policy": "IfNotPresent",
-    }
-    config = _config(objects_of(template("--values", values_of("namespaced"))))
-    assert config["watch_namespaces"] == ["team-a", "team-b"]
-    assert "image_pull_policy" not in config
+def _settings(objects: list[Object], folder: Path) -> Settings:
+    """As the operator reads them in its pod."""
+    path = folder / "operator.yaml"
+    path.write_text(one(objects, "ConfigMap")["data"]["operator.yaml"])
+    return read_settings(path, {"POD_NAMESPACE": NAMESPACE})
+
+
+def test_operator_reads_the_values_as_its_settings(tmp_path: Path) -> None:
+    settings = _settings(objects_of(template("--values", values_of("everything"))), tmp_path)
+    assert settings.images.agent == "mirror.example:5000/larder/larder@sha256:" + "1".rjust(64, "0")
+    assert settings.images.redis == "mirror.example:5000/library/redis:7.4"
+    assert settings.images.engine_cuda == "mirror.example:5000/vllm/vllm-openai:v0.32.0"
+    assert settings == Settings(
+        operator_version=settings.operator_version,
+        images=settings.images,
+        operator_namespace=NAMESPACE,
+        cluster_domain="cluster.example",
+        certificate_lifetime_s=3600,
+        secret_refresh_s=60,
+        resync_s=60,
+        num_workers=8,
+        http_port=8080,
+        image_pull_policy="IfNotPresent",
+    )
+    namespaced = _settings(objects_of(template("--values", values_of("namespaced"))), tmp_path)
+    assert namespaced.watch_namespaces == ("team-a", "team-b")
+    by_default = _settings(objects_of(template()), tmp_path)
+    assert by_default == Settings(
+        operator_version=by_default.operator_version,
+        images=by_default.images,
+        operator_namespace=NAMESPACE,
+    )
 
 
 def test_air_gap_needs_one_registry_and_the_listed_images() -> None:
