@@ -1,0 +1,151 @@
+"""The cluster, our installation in it, and what is shown when a test fails.
+
+Tests speak to the cluster of KUBECONFIG (`make e2e` brings up the bundled one when none is given). In strict mode, with
+CI or LARDER_E2E_STRICT set, a skip is a failure: what was not tried did not pass.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Generator, Iterator
+
+import pytest
+import yaml
+from live_cluster import CACHE, REPOSITORY, CommandFailed, Namespace, is_ready, kubectl, run, until
+
+IS_STRICT = bool(os.environ.get("CI") or os.environ.get("LARDER_E2E_STRICT"))
+IS_BUNDLED = bool(os.environ.get("LARDER_E2E_BUNDLED"))
+IS_SHARED = bool(os.environ.get("LARDER_E2E_SHARED"))
+"""Others use the cluster too: leave the CustomResourceDefinition to them and watch our namespaces alone."""
+PREFIX = os.environ.get("LARDER_E2E_PREFIX", "e2e")
+NAMESPACES = ("journey", "faults", "quota", "restricted", "admission")
+USED: list[Namespace] = []
+
+
+# Skips and failures
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Turn skips into failures in strict mode; write the state of our namespaces beside a failure."""
+    report = yield
+    if report.skipped and IS_STRICT and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        report.outcome = "failed"
+        report.longrepr = f"not tried, and this run is strict: {reason}"
+    elif report.failed:
+        folder = CACHE / "failures" / item.name
+        folder.mkdir(parents=True, exist_ok=True)
+        for namespace in USED:
+            path = folder / f"{namespace.name}.txt"
+            path.write_text(namespace.state(), encoding="utf-8")
+            report.sections.append((f"state of {namespace.name}", f"in {path}"))
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """As above, for a whole file that is skipped."""
+    report = yield
+    if report.skipped and IS_STRICT:
+        report.outcome = "failed"
+        report.longrepr = f"not tried, and this run is strict: {report.longrepr}"
+    return report
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that look inside nodes need the bundled cluster."""
+    for item in items:
+        if item.get_closest_marker("bundled") and not IS_BUNDLED:
+            item.add_marker(
+                pytest.mark.skip(reason="needs the bundled cluster, whose nodes it looks into")
+            )
+
+
+# The cluster
+
+
+@pytest.fixture(scope="session")
+def cluster() -> None:
+    """A cluster that answers."""
+    if not os.environ.get("KUBECONFIG"):
+        pytest.skip("KUBECONFIG is not set: run `make e2e`, which brings up a cluster")
+    for program in ("kubectl", "helm"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not on PATH")
+    kubectl("version", timeout_s=30)
+
+
+@pytest.fixture(scope="session")
+def namespaces(cluster: None) -> Iterator[dict[str, Namespace]]:
+    """Our namespaces, empty at first and deleted at the end."""
+    made = {short: Namespace(f"{PREFIX}-{short}") for short in NAMESPACES}
+    names = [namespace.name for namespace in made.values()]
+    kubectl("delete", "namespace", *names, "--ignore-not-found", timeout_s=180)
+    for name in names:
+        kubectl("create", "namespace", name)
+    USED.extend(made.values())
+    yield made
+    if not os.environ.get("LARDER_E2E_KEEP"):
+        kubectl("delete", "namespace", *names, "--wait=false")
+
+
+@pytest.fixture(scope="session")
+def installation(namespaces: dict[str, Namespace]) -> Iterator[Namespace]:
+    """The operator, installed by the chart; the namespace that it is in."""
+    system = Namespace(f"{PREFIX}-system")
+    values = {
+        "images": {
+            "larder": image("larder"),
+            "payload": image("larder-payload"),
+            "engineCuda": image("stand-in"),
+            "engineCpu": image("engine-cpu"),
+            "redis": image("redis"),
+            "routerSmg": image("larder-router"),
+            "routerVllm": image("larder-router"),
+        },
+        "imagePullPolicy": "IfNotPresent",
+        "operator": {"resyncSeconds": 60},
+    }
+    if IS_SHARED:
+        values["crds"] = {"enabled": False}
+        values["rbac"] = {"aggregate": False}
+        values["watchNamespaces"] = [namespace.name for namespace in namespaces.values()]
+    USED.append(system)
+    run(
+        "helm", "upgrade", "--install", "larder", str(REPOSITORY / "charts" / "larder"),
+        "--namespace", system.name, "--create-namespace", "--wait", "--timeout", "90s", "--values", "-",
+        stdin=yaml.safe_dump(values),
+    )  # fmt: skip
+    until(
+        "the operator's Deployment is ready",
+        lambda: is_ready(system.get("deployment", "larder-operator")),
+        timeout_s=60,
+    )
+    yield system
+    if not os.environ.get("LARDER_E2E_KEEP"):
+        run("helm", "uninstall", "larder", "--namespace", system.name, "--wait")
+        kubectl("delete", "namespace", system.name, "--wait=false")
+
+
+def image(name: str) -> dict[str, str]:
+    """The chart's words for an image of e2e/images.py; LARDER_E2E_REGISTRY is where another cluster finds them."""
+    registry = os.environ.get("LARDER_E2E_REGISTRY", "localhost")
+    return {"registry": registry, "repository": name, "tag": "dev"}
+
+
+@pytest.fixture(scope="session")
+def definition(request: pytest.FixtureRequest) -> dict[str, object]:
+    """The CustomResourceDefinition as the API server has it; installed by the chart unless it is there."""
+    if not IS_SHARED:
+        request.getfixturevalue("installation")
+    try:
+        return dict(json.loads(kubectl("get", "crd", "kvcaches.larder.dev", "-o", "json")))
+    except CommandFailed as problem:
+        pytest.fail(f"no CustomResourceDefinition: {problem}")
