@@ -1,8 +1,13 @@
 """The command line and environment of one vLLM engine, from a manifest. Pure: nothing is started and nothing is read.
 
-The one place that knows which flags of vLLM Larder owns and how an engine on CPU is set up; used by `larder up`, and
+The one place that knows which flags of vLLM Larder sets and how an engine on CPU is set up; used by `larder up`, and
 by the operator for the container of an engine pod. Flags that Larder owns were refused in `args` by the manifest's
-schema already, so `args` come last and win over the defaults here.
+schema already, so `args` come last and win over the defaults here. No secret is ever among the arguments: vLLM reads
+API key and token from the environment.
+
+A model with recurrent state on CPU needs --block-size in `args`: vLLM 0.32 ends a CPU server's steps at other tokens
+than those at which it keeps a state, unless told. Which size depends on the model, so that is left to its owner; the
+connector warns.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ than the default 100 ms for an answer is the better bargain."""
 HASH_ALGORITHM = "sha256_cbor"
 CPU_KV_BYTES = 1 << 30
 """KV space of a cpu engine when args say nothing. vLLM's own default is a share of all memory: too much here."""
+_SHUTDOWN_FLAG = "--shutdown-timeout"
 
 
 class EngineRole(StrEnum):
@@ -33,11 +39,21 @@ class EngineRole(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class EngineTls:
+    """`folder` holds tls.crt, tls.key and ca.crt; `server_name` is the DNS name in the agent's certificate."""
+
+    folder: str
+    server_name: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSite:
     """What differs from engine to engine and from place to place.
 
-    Exactly one of `socket_dir` and `agent_address` is set, or neither: an engine without cache, as a control. `model`
-    None is the manifest's model; `num_threads` None leaves the choice to vLLM (one container, all of its CPUs).
+    Exactly one of `socket_dir` and `agent_address` is set, or neither: an engine without cache, as a control. With an
+    address, `tls` is what to show and trust there; None is plain TCP. `name` empty lets the connector choose one.
+    `model` None is the manifest's model; `num_threads` None leaves the choice to vLLM (one container, all of its CPUs).
+    `drain_s` is how long requests in flight may take after SIGTERM; None aborts them, as vLLM does by itself.
     """
 
     name: str
@@ -48,6 +64,8 @@ class EngineSite:
     socket_dir: str | None = None
     agent_address: str | None = None
     num_threads: int | None = None
+    tls: EngineTls | None = None
+    drain_s: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +108,7 @@ def engine_command(
             "--kv-transfer-config",
             json.dumps(kv_transfer_config(manifest, site), separators=(",", ":")),
         ]
-    argv += _defaults(is_cpu=is_cpu, args=role.args)
+    argv += _defaults(site, is_cpu=is_cpu, args=role.args)
     return EngineCommand(argv=(*argv, *role.args), env=_env(site, is_cpu=is_cpu))
 
 
@@ -102,7 +120,14 @@ def kv_transfer_config(manifest: KVCacheManifest, site: EngineSite) -> dict[str,
     extra: dict[str, object] = (
         {"socket_dir": site.socket_dir} if site.socket_dir else {"address": site.agent_address}
     )
-    extra["engine_name"] = site.name
+    if site.tls is not None:
+        assert site.agent_address, "TLS is for TCP: a socket folder needs none"
+        extra["tls_cert"] = f"{site.tls.folder}/tls.crt"
+        extra["tls_key"] = f"{site.tls.folder}/tls.key"
+        extra["tls_ca"] = f"{site.tls.folder}/ca.crt"
+        extra["tls_server_name"] = site.tls.server_name
+    if site.name:
+        extra["engine_name"] = site.name
     extra["role"] = str(site.role)
     if manifest.engine.device is Device.CPU:
         extra["lookup_ms"] = CPU_LOOKUP_MS
@@ -126,12 +151,25 @@ def kv_transfer_config(manifest: KVCacheManifest, site: EngineSite) -> dict[str,
     }
 
 
-def _defaults(*, is_cpu: bool, args: Sequence[str]) -> list[str]:
+def drain_seconds(args: Sequence[str], default: int) -> int:
+    """How long an engine with `args` drains after SIGTERM: what they say, else `default`."""
+    chosen = default
+    for at, argument in enumerate(args):
+        flag, _, value = argument.partition("=")
+        if _spelled(flag) == _SHUTDOWN_FLAG:
+            value = value or (args[at + 1] if at + 1 < len(args) else "")
+            chosen = int(value) if value.isdecimal() else default
+    return chosen
+
+
+def _defaults(site: EngineSite, *, is_cpu: bool, args: Sequence[str]) -> list[str]:
     """Defaults that args replace. vLLM takes a flag given twice, but a reader of the command line would wonder."""
     defaults: list[tuple[str, str | None]] = [("--enable-prompt-tokens-details", None)]
     if is_cpu:
         # Compiling costs 40 s of start and, on CPU, gains little but for tiny models.
         defaults += [("--enforce-eager", None), ("--kv-cache-memory-bytes", str(CPU_KV_BYTES))]
+    if site.drain_s is not None:
+        defaults.append((_SHUTDOWN_FLAG, str(site.drain_s)))
     written = {
         _spelled(argument.split("=", 1)[0]) for argument in args if argument.startswith("--")
     }

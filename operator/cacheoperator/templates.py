@@ -34,7 +34,8 @@ class TemplateRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A part of our template that a user's may not change: the value at `path`, with all that is below it.
+    """A part of our template that a user's may not change: the value at `path` with all that is below it, or that there
+    is none.
 
     In a list that merges by key, the step of `path` is the item's key: ("spec", "containers", "vllm", "args"). With
     `may_grow` the value is a list that the user may replace as long as our items are in it. `why` ends the message.
@@ -80,7 +81,6 @@ def overlaid(
     merged = merge(base, overlay, where=where)
     for part in owned:
         before, after = value_at(base, part.path), value_at(merged, part.path)
-        assert before is not MISSING, f"{part.path} is not in our own template"
         if after != before and not (part.may_grow and _holds_all(after, before)):
             raise TemplateRefused(part.reason, f"{_path_text(where, part.path)}: {part.why}")
     return merged
