@@ -158,6 +158,17 @@ class Cluster:
         body, _ = await self._request("PATCH", path, query, change, type_merge_patch)
         return body
 
+    async def replace_template(self, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+        """Put the pod template of `wanted` in the place of the one of the workload `there`, whole."""
+        metadata = there["metadata"]
+        change: Sequence[Mapping[str, Any]] = [
+            {"op": "test", "path": "/metadata/uid", "value": metadata["uid"]},
+            {"op": "replace", "path": "/spec/template", "value": wanted["spec"]["template"]},
+        ]
+        path = kind_of(there).path(metadata["namespace"], metadata["name"])
+        query = {"fieldManager": FIELD_MANAGER}
+        await self._request("PATCH", path, query, change, type_json_patch)
+
     async def write_status(
         self, kind: Kind, namespace: str, name: str, uid: str, status: Mapping[str, Any]
     ) -> Json:

@@ -173,8 +173,10 @@ def _compare_list(
         is_matched[place] = True
         if found is not None:
             places.append((place, found))
-            if field.startswith("k:"):
+            if field.startswith("k:") and fields:
                 _compare_map(fields, wanted[place], there[found], inner, paths)
+            elif not fields and not _is_same(wanted[place], there[found], "", ""):
+                paths.append(inner)  # an atomic element, as of ownerReferences
     if not all(is_matched):
         paths.append(path)
     found_in_order = [found for _, found in sorted(places)]

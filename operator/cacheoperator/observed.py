@@ -103,6 +103,7 @@ class ApplyError:
     """Forbidden, Invalid, Conflict, NameConflict (a foreign object has our name), QuotaExceeded …"""
     message: str
     since: datetime
+    field_path: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,327 @@
+"""The objects of a KVCache in the cluster: what is there, applying what differs, deleting what is not wanted.
+
+Invariants: an object that this KVCache does not control is never written (NameConflict); an apply of something that
+exists carries its UID, so it can't create or meet another one; nothing is sent that would change nothing; a write's
+answer counts until the watch has caught up, so a second look right after a write sees it.
+
+`reconcile` decides what is wanted. A refusal of the API server is a value (`ApplyError`); only a server that does not
+answer is an exception (Unreachable).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from cacheoperator import metrics
+from cacheoperator.cluster import Cluster, Json
+from cacheoperator.difference import difference, owned_fields, unowned
+from cacheoperator.errors import ClusterError, Conflict, Forbidden, Invalid, Unreachable
+from cacheoperator.kinds import DEPLOYMENT, SECRET, Kind, kind_of, workloads
+from cacheoperator.names import COMPONENT_LABEL, FIELD_MANAGER, KIND
+from cacheoperator.observed import ApplyError
+from cacheoperator.watch import Key, Stored, Watched, controller_uid, store
+
+log = logging.getLogger(__name__)
+
+REPLICAS_MANAGER = f"{FIELD_MANAGER}-replicas"
+"""Field manager that keeps `replicas` where the manifest no longer says a number, until an autoscaler takes it."""
+
+ObjectName = tuple[Kind, str]
+
+
+@dataclass(slots=True)
+class Memory:
+    """What is remembered of one KVCache between reconciles. Lost with the operator, and nothing depends on it but
+    how things are told."""
+
+    wanted: dict[ObjectName, str] = field(default_factory=dict)
+    """Digest of what was last wanted: when live differs from the same wish again, someone else changed it."""
+    settled: dict[ObjectName, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    """Differences that an apply did not remove: an admission webhook insists. Not tried again for the same wish."""
+    errors: dict[tuple[str, str], datetime] = field(default_factory=dict)
+    """Since when an object is refused, by object and reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """An object that someone else had changed, and the paths that were put right."""
+
+    object: str
+    paths: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Of one round of applies: what was refused, what was repaired, whether something must be waited for."""
+
+    errors: list[ApplyError] = field(default_factory=list)
+    repairs: list[Repair] = field(default_factory=list)
+    num_writes: int = 0
+    must_wait: bool = False
+    """An object of an earlier KVCache of this name, or one that is being deleted, is still there."""
+
+
+class Children:
+    """Reads from `watched`, writes through `cluster`. One reconcile at a time per KVCache."""
+
+    def __init__(self, cluster: Cluster, watched: Watched, now: Callable[[], datetime]) -> None:
+        self._cluster = cluster
+        self._watched = watched
+        self._now = now
+        self._written: dict[Key, dict[ObjectName, Stored]] = {}
+
+    def live(self, key: Key) -> dict[ObjectName, Stored]:
+        """All watched objects with the labels of this KVCache, whoever controls them."""
+        found = {(child.kind, child.name): child for child in self._watched.children(key)}
+        written = self._written.get(key, {})
+        for name, child in list(written.items()):
+            seen = found.get(name)
+            if child.uid in self._watched.deleted or (
+                seen is not None and seen.version >= child.version
+            ):
+                del written[name]
+            else:
+                found[name] = child
+        return found
+
+    def forget(self, key: Key) -> None:
+        """The KVCache is gone."""
+        self._written.pop(key, None)
+
+    async def apply(
+        self, key: Key, uid: str, wanted: Iterable[Mapping[str, Any]], memory: Memory
+    ) -> Outcome:
+        """Bring the objects `wanted` about, in this order, each as far as it differs."""
+        outcome = Outcome()
+        live = self.live(key)
+        for obj in wanted:
+            await self._apply_one(key, uid, normal(obj), live, memory, outcome)
+        known = {(error.object, error.reason) for error in outcome.errors}
+        memory.errors = {name: since for name, since in memory.errors.items() if name in known}
+        return outcome
+
+    async def prune(self, key: Key, uid: str, wanted: Iterable[Mapping[str, Any]]) -> Outcome:
+        """Delete what this KVCache controls and does not want any more. Secrets are left to the owner's end."""
+        outcome = Outcome()
+        names = {(kind_of(obj), obj["metadata"]["name"]) for obj in wanted}
+        for (kind, name), child in self.live(key).items():
+            if child.owner_uid != uid or (kind, name) in names:
+                continue
+            if "deletionTimestamp" in child.load()["metadata"]:
+                continue
+            log.info("delete namespace=%s kind=%s name=%s", key[0], kind.kind, name)
+            try:
+                await self._cluster.delete(kind, key[0], name, child.uid)
+            except Unreachable:
+                raise
+            except ClusterError as error:
+                title = f"{kind.kind.lower()}/{name}"
+                outcome.errors.append(self._error(title, "", "delete", error, Memory()))
+                continue
+            metrics.deletions.labels(kind.kind).inc()
+            self._watched.deleted.append(child.uid)
+            outcome.num_writes += 1
+        return outcome
+
+    async def find(
+        self, key: Key, kind: Kind, name: str, live: Mapping[ObjectName, Stored]
+    ) -> Json | None:
+        """One object as it is now. What is not watched, or not known yet, is asked for."""
+        child = live.get((kind, name))
+        if child is not None:
+            return child.load()
+        return await self._cluster.get(kind, key[0], name)
+
+    async def _apply_one(
+        self,
+        key: Key,
+        uid: str,
+        wanted: Json,
+        live: Mapping[ObjectName, Stored],
+        memory: Memory,
+        outcome: Outcome,
+    ) -> None:
+        kind, name = kind_of(wanted), str(wanted["metadata"]["name"])
+        title = f"{kind.kind.lower()}/{name}"
+        component = str((wanted["metadata"].get("labels") or {}).get(COMPONENT_LABEL, ""))
+        verb = "get"
+        try:
+            there = await self.find(key, kind, name, live)
+            if there is None:
+                verb = "create"
+                await self._create(key, kind, wanted)
+                outcome.num_writes += 1
+                memory.wanted[kind, name] = digest(wanted)
+                return
+            if not self._is_ours(there, key, uid, title, component, memory, outcome):
+                return
+            verb = "patch"
+            await self._change(key, kind, wanted, there, title, memory, outcome)
+        except Unreachable as error:
+            # An apply of a field that the schema does not know is answered with 500 (seen on 1.35).
+            if "field not declared in schema" not in error.message:
+                raise
+            outcome.errors.append(self._error(title, component, verb, error, memory))
+        except Conflict as error:
+            # Another object or another number of replicas than we saw: the watch brings what is true now.
+            log.info("conflict object=%s namespace=%s: %s", title, key[0], error.message)
+            outcome.must_wait = True
+        except ClusterError as error:
+            metrics.applies.labels(kind.kind, "refused").inc()
+            outcome.errors.append(self._error(title, component, verb, error, memory))
+
+    async def _create(self, key: Key, kind: Kind, wanted: Json) -> None:
+        log.info(
+            "create namespace=%s kind=%s name=%s", key[0], kind.kind, wanted["metadata"]["name"]
+        )
+        self._note(key, kind, (await self._cluster.apply(wanted)).object)
+        metrics.applies.labels(kind.kind, "created").inc()
+
+    def _is_ours(
+        self,
+        there: Json,
+        key: Key,
+        uid: str,
+        title: str,
+        component: str,
+        memory: Memory,
+        outcome: Outcome,
+    ) -> bool:
+        """Whether this KVCache controls the object; if not, says why in `outcome`."""
+        if controller_uid(there) == uid:
+            if "deletionTimestamp" in there["metadata"]:
+                outcome.must_wait = True
+                return False
+            return True
+        owners = there["metadata"].get("ownerReferences") or ()
+        if any(owner.get("kind") == KIND and owner.get("name") == key[1] for owner in owners):
+            outcome.must_wait = (
+                True  # of an earlier KVCache of this name: Kubernetes is collecting it
+            )
+            return False
+        controller = next((owner for owner in owners if owner.get("controller")), None)
+        owner = (
+            f"belongs to {controller['kind']} {controller['name']}" if controller else "is not ours"
+        )
+        message = (
+            f"{title} in namespace {key[0]} exists and {owner}: delete it, or rename the KVCache"
+        )
+        error = ClusterError(message, code=409, reason="NameConflict")
+        outcome.errors.append(self._error(title, component, "patch", error, memory))
+        return False
+
+    async def _change(
+        self,
+        key: Key,
+        kind: Kind,
+        wanted: Json,
+        there: Json,
+        title: str,
+        memory: Memory,
+        outcome: Outcome,
+    ) -> None:
+        name: ObjectName = (kind, wanted["metadata"]["name"])
+        paths = difference(wanted, there)
+        wish = digest(wanted)
+        is_same_wish = memory.wanted.get(name) == wish
+        memory.wanted[name] = wish
+        if not paths or memory.settled.get(name) == (wish, paths):
+            return
+        memory.settled.pop(name, None)
+        log.info("apply namespace=%s object=%s paths=%s", key[0], title, ",".join(paths))
+        if kind == DEPLOYMENT and "replicas" not in wanted["spec"] and "spec.replicas" in paths:
+            await self._hand_over_replicas(there)
+            outcome.num_writes += 1
+        metadata = {**wanted["metadata"], "uid": there["metadata"]["uid"]}
+        request = {**wanted, "metadata": metadata}
+        try:
+            changed = (await self._cluster.apply(request)).object
+        except Invalid:
+            if kind not in workloads or not is_same_wish:
+                raise
+            # A foreign edit can be one that an apply can't undo: emptyDir made a hostPath is two sources in one volume.
+            await self._cluster.replace_template(there, wanted)
+            changed = (await self._cluster.apply(request)).object
+        outcome.num_writes += 1
+        metrics.applies.labels(kind.kind, "changed").inc()
+        self._note(key, kind, changed)
+        left = difference(wanted, changed)
+        if left:
+            log.warning(
+                "an apply does not stick namespace=%s object=%s paths=%s",
+                key[0],
+                title,
+                ",".join(left),
+            )
+            memory.settled[name] = (wish, left)
+        paths = tuple(path for path in paths if path not in left)
+        if is_same_wish and paths and paths != (unowned,):
+            metrics.drift_repairs.labels(kind.kind).inc()
+            outcome.repairs.append(Repair(title, paths))
+
+    async def _hand_over_replicas(self, there: Json) -> None:
+        """Have another field manager own the number of replicas that runs now. Without it, an apply that leaves the
+        field out makes it 1. Not forced: when the number has changed meanwhile this is a Conflict, and tried again."""
+        owned = owned_fields(there) or {}
+        if "f:replicas" not in (owned.get("f:spec") or {}):
+            return
+        metadata = there["metadata"]
+        await self._cluster.apply(
+            {
+                "apiVersion": there["apiVersion"],
+                "kind": there["kind"],
+                "metadata": {part: metadata[part] for part in ("name", "namespace", "uid")},
+                "spec": {"replicas": there["spec"]["replicas"]},
+            },
+            manager=REPLICAS_MANAGER,
+            is_forced=False,
+        )
+
+    def _note(self, key: Key, kind: Kind, body: Json) -> None:
+        if kind != SECRET and kind not in self._watched.unwatched:
+            child = store(kind, body)
+            self._written.setdefault(key, {})[kind, child.name] = child
+
+    def _error(
+        self, title: str, component: str, verb: str, error: ClusterError, memory: Memory
+    ) -> ApplyError:
+        reason = error.reason or type(error).__name__
+        if isinstance(error, Forbidden) and "exceeded quota" in error.message:
+            reason = "QuotaExceeded"
+        elif isinstance(error, Invalid) or "field not declared in schema" in error.message:
+            reason = "Invalid"
+        since = memory.errors.setdefault((title, reason), self._now())
+        return ApplyError(
+            object=title,
+            component=component,
+            verb=verb,
+            code=error.code,
+            reason=reason,
+            message=error.message,
+            since=since,
+            field_path=error.causes[0][0] if error.causes else "",
+        )
+
+
+def normal(obj: Mapping[str, Any]) -> Json:
+    """The object as the API server keeps it: a Secret's stringData is in data."""
+    wanted = dict(obj)
+    if wanted["kind"] == SECRET.kind and "stringData" in wanted:
+        texts = wanted.pop("stringData")
+        wanted["data"] = {
+            **(wanted.get("data") or {}),
+            **{name: base64.b64encode(text.encode()).decode() for name, text in texts.items()},
+        }
+    return wanted
+
+
+def digest(obj: Mapping[str, Any]) -> str:
+    """Of what is wanted; not stored anywhere."""
+    return hashlib.sha256(json.dumps(obj, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,144 @@
+"""One operator per watched namespace, or per cluster: a coordination.k8s.io Lease that the working operator renews.
+
+Named `larder-operator`: in each watched namespace, or, when all are watched, in the operator's own. The later operator
+finds it held, says so, stays off and takes over when the holder has not renewed for its duration. Renewals are the one
+write that an idle operator makes. A holder that can't renew stops in time: `hold` returns, and the process ends.
+
+Times of different machines are not compared: a candidate measures by its own clock how long the holder's renewTime has
+not moved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from cacheoperator import metrics
+from cacheoperator.cluster import Cluster, Json
+from cacheoperator.errors import ClusterError, Conflict
+from cacheoperator.kinds import LEASE
+from cacheoperator.names import FIELD_MANAGER
+
+log = logging.getLogger(__name__)
+
+LEASE_NAME = FIELD_MANAGER
+
+
+class Lease:
+    """One Lease. `identity` must differ between operators; `duration_s` is how long a silent holder keeps it."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespace: str,
+        identity: str,
+        *,
+        duration_s: float = 15.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cluster = cluster
+        self._namespace = namespace
+        self._identity = identity
+        self._duration_s = duration_s
+        self._clock = clock
+        self._seen: tuple[str, str] | None = None
+        self._seen_at = 0.0
+        self.holder = ""
+        """Who holds it, as far as we know; "" for nobody."""
+
+    async def acquire(self) -> None:
+        """Returns when the lease is ours; until then says who has it."""
+        told = ""
+        while True:
+            try:
+                if await self.try_once():
+                    log.info("lease held namespace=%s identity=%s", self._namespace, self._identity)
+                    metrics.is_leader.set(1)
+                    return
+            except ClusterError as error:
+                log.warning(
+                    "cannot take the lease namespace=%s: %s", self._namespace, error.message
+                )
+            if self.holder and self.holder != told:
+                told = self.holder
+                log.warning(
+                    "another operator works here, staying off: holder=%s lease=%s/%s",
+                    self.holder, self._namespace, LEASE_NAME,
+                )  # fmt: skip
+            await asyncio.sleep(self._duration_s / 5)
+
+    async def hold(self) -> str:
+        """Renew for as long as it goes; returns why it ended."""
+        renewed_at = self._clock()
+        while True:
+            await asyncio.sleep(self._duration_s / 3)
+            try:
+                if not await self.try_once():
+                    metrics.is_leader.set(0)
+                    return f"the lease {self._namespace}/{LEASE_NAME} was taken by {self.holder}"
+                renewed_at = self._clock()
+            except ClusterError as error:
+                log.warning(
+                    "cannot renew the lease namespace=%s: %s", self._namespace, error.message
+                )
+                if self._clock() - renewed_at > self._duration_s * 0.8:
+                    metrics.is_leader.set(0)
+                    return f"the lease {self._namespace}/{LEASE_NAME} could not be renewed: {error.message}"
+
+    async def release(self) -> None:
+        """Give it back, so that the next operator need not wait. Best effort."""
+        try:
+            found = await self._cluster.get(LEASE, self._namespace, LEASE_NAME)
+            if found is not None and found["spec"].get("holderIdentity") == self._identity:
+                found["spec"]["holderIdentity"] = ""
+                await self._cluster.replace(found)
+        except ClusterError as error:
+            log.info("cannot give the lease back: %s", error.message)
+
+    async def try_once(self) -> bool:
+        """Take or renew it if it is free, ours or left alone; whether it is ours now."""
+        found = await self._cluster.get(LEASE, self._namespace, LEASE_NAME)
+        try:
+            if found is None:
+                await self._cluster.create(self._body())
+                self.holder = self._identity
+                return True
+            spec = found.get("spec") or {}
+            self.holder = str(spec.get("holderIdentity") or "")
+            if self.holder not in ("", self._identity) and not self._is_left_alone(spec):
+                return False
+            body = self._body()
+            transitions = int(spec.get("leaseTransitions") or 0)
+            if self.holder != self._identity:
+                transitions += 1
+            body["metadata"]["resourceVersion"] = found["metadata"]["resourceVersion"]
+            body["spec"]["leaseTransitions"] = transitions
+            await self._cluster.replace(body)
+        except Conflict:
+            return False  # someone was faster; the next look tells who
+        self.holder = self._identity
+        return True
+
+    def _is_left_alone(self, spec: Json) -> bool:
+        seen = (str(spec.get("holderIdentity")), str(spec.get("renewTime")))
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, self._clock()
+            return False
+        duration_s = float(spec.get("leaseDurationSeconds") or self._duration_s)
+        return self._clock() - self._seen_at > duration_s
+
+    def _body(self) -> Json:
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        return {
+            "apiVersion": LEASE.api_version,
+            "kind": LEASE.kind,
+            "metadata": {"name": LEASE_NAME, "namespace": self._namespace},
+            "spec": {
+                "holderIdentity": self._identity,
+                "leaseDurationSeconds": int(self._duration_s),
+                "renewTime": now,
+            },
+        }
