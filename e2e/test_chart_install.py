@@ -7,13 +7,13 @@ and agents without nodes, so that a second operator, which may watch the whole c
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from conftest import IS_SHARED, PREFIX, USED, image
 from live_cluster import REPOSITORY, CommandFailed, Namespace, is_ready, kubectl, run, until
 
 pytestmark = pytest.mark.timeout(600)
@@ -27,15 +27,23 @@ KVCACHE = {
     "metadata": {"name": "kept"},
     "spec": {"cache": {"cpu": "64Mi", "nodeSelector": {"larder.dev/nowhere": "true"}}},
 }
+IMAGES = {
+    "larder": "larder",
+    "payload": "larder-payload",
+    "engineCuda": "stand-in",
+    "engineCpu": "engine-cpu",
+    "redis": "redis",
+    "routerSmg": "larder-router",
+    "routerVllm": "larder-router",
+}
 VALUES: dict[str, Any] = {
     "images": {
-        "larder": image("larder"),
-        "payload": image("larder-payload"),
-        "engineCuda": image("stand-in"),
-        "engineCpu": image("engine-cpu"),
-        "redis": image("redis"),
-        "routerSmg": image("larder-router"),
-        "routerVllm": image("larder-router"),
+        name: {
+            "registry": os.environ.get("LARDER_E2E_REGISTRY", "localhost"),
+            "repository": repository,
+            "tag": "dev",
+        }
+        for name, repository in IMAGES.items()
     },
     "imagePullPolicy": "IfNotPresent",
     "crds": {"enabled": False},
@@ -53,14 +61,14 @@ def helm(*args: str, values: dict[str, Any] | None = None, timeout_s: float = 18
 @pytest.fixture(scope="module")
 def places(request: pytest.FixtureRequest, cluster: None) -> Iterator[tuple[Namespace, Namespace]]:
     """The operator's namespace, under Pod Security `restricted`, and the one that it watches."""
-    if not IS_SHARED:
+    if not os.environ.get("LARDER_E2E_SHARED"):
         request.getfixturevalue("installation")  # brings the CRD
-    system, team = Namespace(f"{PREFIX}-chart-system"), Namespace(f"{PREFIX}-chart-team")
+    prefix = os.environ.get("LARDER_E2E_PREFIX", "e2e")
+    system, team = Namespace(f"{prefix}-chart-system"), Namespace(f"{prefix}-chart-team")
     kubectl("delete", "namespace", system.name, team.name, "--ignore-not-found", timeout_s=180)
     for namespace in (system, team):
         kubectl("create", "namespace", namespace.name)
     kubectl("label", "namespace", system.name, "pod-security.kubernetes.io/enforce=restricted")
-    USED.extend((system, team))
     yield system, team
     kubectl("delete", "namespace", system.name, team.name, "--wait=false")
 
