@@ -173,6 +173,75 @@ def test_evicted_chunks_leave_the_index() -> None:
         index.close()
 
 
+def test_rotated_password_heals_without_a_restart(tmp_path: Path) -> None:
+    secret = tmp_path / "password"
+    secret.write_text("s3cr3t-one\n")
+    with RedisServer(tcp=True, password="s3cr3t-one") as redis:
+        url = redis.url_for(None, None)
+        args = ["--index-password-file", str(secret)]
+        with (
+            AgentProcess(cpu="16Mi", index=url, http=True, args=args) as agent,
+            stub_session(unix(agent)) as session,
+        ):
+            session.open(SPEC)
+            session.store(SPEC, key_of("p"), bytes_of(SIZE, "p"))
+
+            def index_state() -> tuple[str, str]:
+                state = json.loads(agent.get("/statusz")[1])["index"]
+                return state["health"], state["reason"]
+
+            def is_announced() -> bool:
+                with redis.client() as client:
+                    return any(key.startswith(b"larder:{") for key in client.keys("larder:*"))
+
+            wait_until(is_announced, what="the announcement")
+            pid = agent.pid
+            redis.kill()
+            wait_until(lambda: index_state() == ("unreachable", "Unreachable"), what="its end")
+            redis.password = "s3cr3t-two"
+            redis.start()
+            wait_until(lambda: index_state() == ("refusing", "AuthFailed"), what="the refusal")
+            # Meanwhile it serves what it holds.
+            assert list(session.lookup(SPEC, [key_of("p")]).presence) == [Presence.READY_HERE]
+            secret.write_text("s3cr3t-two\n")
+            wait_until(lambda: index_state() == ("ready", ""), what="healing")
+            wait_until(is_announced, what="the announcement again")
+            assert agent.pid == pid
+            for text in (agent.log, agent.get("/statusz")[1].decode()):
+                assert "s3cr3t" not in text
+
+
+def test_agents_that_drained_leave_nothing_that_stays() -> None:
+    with RedisServer() as redis:
+        agents = [
+            AgentProcess(cpu="2Mi", index=redis.url, node=node, args=["--key-prefix", "larder:0a1b2c3d:"])
+            for node in ("n1", "n2")
+        ]  # fmt: skip
+        with redis.client() as client:
+
+            def ours(start: bytes = b"") -> list[bytes]:
+                return client.keys(b"larder:0a1b2c3d:" + start + b"*")
+
+            for number, agent in enumerate(agents):
+                with stub_session(unix(agent)) as session:
+                    session.open(SPEC)
+                    # More than fit: what was evicted has to go too.
+                    for chunk in range(30):
+                        session.store(SPEC, key_of(number, chunk), bytes_of(SIZE, number, chunk))
+            wait_until(lambda: ours(b"{"), what="announcements")
+            for agent in agents:
+                assert agent.stop() == 0
+            assert ours(b"{") == []
+            assert ours(b"node:") == []
+            # What keeps numbers over an upgrade goes within a day.
+            left = ours()
+            assert left
+            for key in left:
+                assert 0 < client.ttl(key) <= 86_400, key
+        for agent in agents:
+            agent.close()
+
+
 def test_agent_stopped_past_every_time_limit_keeps_its_epoch_and_entries() -> None:
     with RedisServer() as redis, AgentProcess(cpu="16Mi", index=redis.url) as agent:
         index = observer(redis)

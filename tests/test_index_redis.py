@@ -22,7 +22,7 @@ from cacheservice.index import redis_index, wire
 from cacheservice.index.entry import pack_entry
 from cacheservice.index.node_record import MAX_NODES, pack_node
 from cacheservice.index.open import build_index
-from cacheservice.index.port import Holder, Index, IndexHealth
+from cacheservice.index.port import Holder, Index, IndexHealth, IndexReason
 from cacheservice.index.scripts import ANNOUNCE, MAX_NAMESAKES, Script
 
 TIMEOUT_S = 2.0
@@ -545,6 +545,7 @@ def test_a_full_redis_is_reported_keeps_its_nodes_and_heals(full_server: RedisSe
             assert a.heartbeat() is False
             assert a.status().health is IndexHealth.REFUSING
             assert "full" in a.status().message
+            assert a.status().reason is IndexReason.FULL
         # What is there is still found, and may go.
         assert found(b, 1, 2, 3) == [True, True, False]
         with pytest.raises(IndexUnavailable, match="full"):
@@ -599,7 +600,7 @@ class FlakyConnection(wire.Connection):
         answer = super().call_many(commands, num_replies, deadline)
         if cls.countdown == 0:
             self._stream.close()
-            raise redis_index.trouble.lost(self._location, "injected")
+            raise redis_index.trouble.lost(self.location, "injected")
         return answer
 
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -20,12 +21,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from index_worlds import NAMESPACE, announcement, chunk, poll
 from redis_server import RedisServer, ServerTls, redis_server_binary, tls_redis_server_binary
+from signing import Authority
 
 from cacheservice.errors import ConfigError, IndexUnavailable
 from cacheservice.index.location import RedisTls, parse_location
 from cacheservice.index.memory import MemoryIndex, MemoryIndexStore
 from cacheservice.index.open import build_index
-from cacheservice.index.port import Index, IndexHealth
+from cacheservice.index.port import Index, IndexHealth, IndexReason, IndexStatus
 from cacheservice.index.redis_index import RedisIndex
 from cacheservice.index.trouble import acl_line
 
@@ -98,8 +100,14 @@ def test_contradictions_are_refused(tmp_path: Path) -> None:
         build_index("redis://:a@h", password_file=secret)
     with pytest.raises(ConfigError, match="given twice"):
         build_index("redis://joe@h", username="jane")
+    with pytest.raises(ConfigError, match="given twice"):
+        build_index("redis://joe@h", username_file=secret)
     with pytest.raises(ConfigError, match="rediss://"):
         build_index("redis://h", tls_ca=secret)
+    with pytest.raises(ConfigError, match="rediss://"):
+        build_index("redis://h", tls_server_name="redis")
+    with pytest.raises(ConfigError, match="without its key"):
+        build_index("rediss://h", tls_cert=secret)
     with pytest.raises(ConfigError, match="certificate"):
         build_index("rediss://h", tls_key=secret)
     for prefix in ("", "a b:", "a{b}:", "a*:", "x" * 65, "é:", "a\n"):
@@ -144,14 +152,14 @@ def use(index: Index, number: int = 1) -> None:
     index.leave()
 
 
-def refusal(index: Index) -> str:
+def refusal(index: Index, reason: IndexReason = IndexReason.AUTH_FAILED) -> str:
     """What joining says; status and lookups say the same and none holds a secret."""
     with pytest.raises(IndexUnavailable) as joining:
         index.join(name="a", address="", epoch=1)
     with pytest.raises(IndexUnavailable) as looking:
         index.lookup(NAMESPACE, [chunk(1)])
     status = index.status()
-    assert status.health is IndexHealth.REFUSING
+    assert (status.health, status.reason) == (IndexHealth.REFUSING, reason)
     for text in (str(joining.value), str(looking.value), status.message, repr(index)):
         assert "s3cr3t" not in text
     assert status.message == str(joining.value)
@@ -204,6 +212,37 @@ def test_a_password_file_is_read_again_at_each_connect(
     index.close()
 
 
+def test_a_user_file_is_read_at_each_connect_and_named_in_the_acl_line(
+    protected_server: RedisServer, tmp_path: Path
+) -> None:
+    user, secret = tmp_path / "username", tmp_path / "password"
+    secret.write_text("s3cr3t-agent")
+    index = build_index(
+        protected_server.url_for(None, None), username_file=user, password_file=secret, timeout_s=1
+    )
+    with pytest.raises(IndexUnavailable, match=r"user file .*/username .*No such file"):
+        index.join(name="a", address="", epoch=1)
+    assert index.status().reason is IndexReason.AUTH_FAILED
+    user.write_text("nobody\n")
+    with pytest.raises(IndexUnavailable, match="WRONGPASS"):
+        index.join(name="a", address="", epoch=1)
+    with protected_server.client() as client:
+        client.execute_command(
+            "ACL", "SETUSER", "reader", "on", ">s3cr3t-agent", "~larder:*", "+get"
+        )
+        user.write_text("reader\n")
+        with pytest.raises(IndexUnavailable, match=r"NOPERM.*ACL SETUSER reader on"):
+            index.join(name="a", address="", epoch=1)
+        assert index.status().reason is IndexReason.PERMISSION_DENIED
+        client.execute_command(
+            *acl_line("larder:", "reader").replace("PASSWORD", "s3cr3t-agent").split()
+        )
+        use(index)
+        assert index.status() == IndexStatus(IndexHealth.READY)
+        client.execute_command("ACL", "DELUSER", "reader")
+    index.close()
+
+
 def test_a_user_with_the_documented_rights_and_no_more_is_enough(
     protected_server: RedisServer,
 ) -> None:
@@ -222,7 +261,8 @@ def test_a_user_with_the_documented_rights_and_no_more_is_enough(
         foreign = refusal(
             build_index(
                 protected_server.url_for("agent", "s3cr3t-agent"), key_prefix="larder:ffff0000:"
-            )
+            ),
+            IndexReason.PERMISSION_DENIED,
         )
         assert "NOPERM" in foreign
         assert acl_line("larder:ffff0000:", "agent") in foreign
@@ -382,9 +422,10 @@ def tls_index(server: RedisServer, certificates: Certificates, **changes: object
     return build_index(server.url, **{**options, **changes})  # type: ignore[arg-type]
 
 
-def tls_failure(index: Index) -> str:
+def tls_failure(index: Index, reason: IndexReason = IndexReason.TLS_FAILED) -> str:
     with pytest.raises(IndexUnavailable) as caught:
         index.join(name="a", address="", epoch=1)
+    assert index.status().reason is reason
     index.close()
     assert "s3cr3t" not in str(caught.value)
     return str(caught.value)
@@ -408,14 +449,17 @@ def test_tls_failures_say_what_to_do(
     assert "certificate is not trusted" in untrusted
     assert "give the CA" in untrusted
     no_certificate = tls_failure(tls_index(tls_server, certificates, tls_cert=None, tls_key=None))
-    assert "TLS to Redis" in no_certificate or "was lost" in no_certificate
+    assert "TLS to Redis" in no_certificate
+    assert "client certificate" in no_certificate
     missing = tls_failure(tls_index(tls_server, certificates, tls_ca=tmp_path / "absent.pem"))
     assert "absent.pem" in missing
     (tmp_path / "empty.pem").write_text("no PEM")
     assert "must be readable PEM" in tls_failure(
         tls_index(tls_server, certificates, tls_ca=tmp_path / "empty.pem")
     )
-    plain = tls_failure(build_index(f"redis://127.0.0.1:{tls_server.port}"))
+    plain = tls_failure(
+        build_index(f"redis://127.0.0.1:{tls_server.port}"), IndexReason.UNREACHABLE
+    )
     assert "rediss://" in plain
 
 
@@ -424,7 +468,29 @@ def test_a_server_without_tls_is_told_apart(certificates: Certificates) -> None:
         index = build_index(
             f"rediss://127.0.0.1:{server.port}", tls_ca=certificates.ca, write_timeout_s=0.5
         )
-        assert "does it speak TLS" in tls_failure(index)
+        # A Redis that waits for the end of a line and one that is stopped look the same.
+        assert "does it speak TLS" in tls_failure(index, IndexReason.UNREACHABLE)
+
+
+def test_server_name_is_asked_for_and_checked_instead_of_the_host(
+    certificates: Certificates, tmp_path: Path
+) -> None:
+    binary = tls_redis_server_binary()
+    if binary is None:
+        pytest.skip(
+            "no redis-server with TLS: install Debian's redis-server, or set LARDER_REDIS_SERVER"
+        )
+    authority = Authority(tmp_path, "named")
+    pem = authority.issue("redis", dns="redis.example.internal")
+    tls = ServerTls(pem.cert, pem.key, ca=authority.ca)
+    with RedisServer(tls=tls, binary=binary) as server:
+        options: dict[str, Any] = {"tls_ca": authority.ca, "timeout_s": 1, "write_timeout_s": 5}
+        assert "not trusted" in tls_failure(build_index(server.url, **options))
+        wrong = build_index(server.url, tls_server_name="redis.other", **options)
+        assert "not trusted" in tls_failure(wrong)
+        index = build_index(server.url, tls_server_name="redis.example.internal", **options)
+        use(index)
+        index.close()
 
 
 def test_tls_files_are_read_again_at_each_connect(

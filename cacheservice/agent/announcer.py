@@ -230,15 +230,22 @@ class Announcer:
                     self._waiting.setdefault((item.namespace, item.chunk), item.bitmap)
             raise
 
+    def _ours(self) -> Iterator[list[Announcement]]:
+        """Withdrawals of all that the index may have of us: what is here, and what is gone and was not told yet."""
+        while waiting := self._take_batch():
+            yield [Announcement(a.namespace, a.chunk, 0) for a in waiting]
+        for namespace, keys in self._all_keys():
+            yield [Announcement(namespace, chunk, 0) for chunk in keys]
+
     def _withdraw(self) -> None:
         """Take our entries out while there is time, then the node: what is left then is dead in one step."""
         try:
             if self.node_number:
-                for namespace, keys in self._all_keys():
+                for batch in self._ours():
                     if self._clock() >= self._deadline:
                         _log.warning("drain ran out of time; the rest of our entries expires")
                         break
-                    self._index.announce([Announcement(namespace, chunk, 0) for chunk in keys])
+                    self._index.announce(batch)
                 self._index.leave()
             self._withdrawn.set()
         except IndexUnavailable as error:

@@ -192,15 +192,35 @@ class AgentConfig:
         "Prefix of all keys in Redis; one per KVCache, so that one ACL rule isolates it.",
         default="larder:", shown="larder:",
     )  # fmt: skip
+    index_username_file: Path | None = _option(
+        _parse_path,
+        "File with the user of Redis; trailing newline ignored. Read again at each connect.",
+        default=None, shown="the user in the URL, or Redis's default user",
+    )  # fmt: skip
     index_password_file: Path | None = _option(
         _parse_path,
-        "File with the password of Redis; trailing newline ignored. Read again when a login fails.",
+        "File with the password of Redis; trailing newline ignored. Read again at each connect.",
         default=None, shown="no password",
     )  # fmt: skip
     index_ca_file: Path | None = _option(
         _parse_path,
-        "PEM file of the authority that signed the certificate of Redis (rediss:// only).",
+        "PEM file of the authority that signed the certificate of Redis (rediss:// only). Read again at each connect.",
         default=None, shown="the system's authorities",
+    )  # fmt: skip
+    index_cert_file: Path | None = _option(
+        _parse_path,
+        "PEM certificate of this agent for a Redis that wants one (rediss:// only). Read again at each connect.",
+        default=None, shown="none",
+    )  # fmt: skip
+    index_key_file: Path | None = _option(
+        _parse_path,
+        "PEM key of --index-cert-file. Read again at each connect.",
+        default=None, shown="none",
+    )  # fmt: skip
+    index_server_name: str | None = _option(
+        _parse_text,
+        "Name that is asked for in the TLS handshake and that the certificate of Redis must carry (rediss:// only).",
+        default=None, shown="the host in the URL",
     )  # fmt: skip
     max_shards: int = _option(
         _parse_count,

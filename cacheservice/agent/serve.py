@@ -133,8 +133,9 @@ class Agent:
         for path in (config.agent_socket, config.arena_socket):
             _unlink_stale(path)
         index = self._given_index or build_index(
-            config.index, key_prefix=config.key_prefix, password_file=config.index_password_file,
-            tls_ca=config.index_ca_file,
+            config.index, key_prefix=config.key_prefix, username_file=config.index_username_file,
+            password_file=config.index_password_file, tls_ca=config.index_ca_file,
+            tls_cert=config.index_cert_file, tls_key=config.index_key_file, tls_server_name=config.index_server_name,
         )  # fmt: skip
         self._index = index
         self._undo.append(index.close)

@@ -60,7 +60,10 @@ def status_page(
         "draining": sources.is_draining(), "eviction": sources.eviction, "arena_bytes": counts.arena_bytes,
         "used_bytes": counts.used_bytes, "num_chunks": counts.num_chunks, "num_shards": counts.num_shards,
         "num_leases": counts.num_leases, "num_sessions": len(sessions),
-        "index": {"health": index.health.value, "reason": index.reason, "message": index.message},
+        "index": {
+            "health": index.health.value, "reason": index.reason.value if index.reason else "",
+            "message": index.message,
+        },
         "counters": sources.counters(),
         "sessions": [_session(session, now_s) for session in sessions],
         "namespaces": [_namespace(summary) for summary in namespaces],

@@ -8,7 +8,7 @@ Invariant: nothing that is printed from a `RedisLocation` (repr, str, `label`) c
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
@@ -16,6 +16,7 @@ from cacheservice.errors import ConfigError
 
 DEFAULT_PORT = 6379
 MAX_PASSWORD_BYTES = 65_536
+MAX_USERNAME_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class RedisTls:
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
+    server_name: str | None = None
+    """Name that is asked for (SNI) and that the certificate must carry; None means the host of the URL."""
 
     def build_context(self) -> ssl.SSLContext:
         """Context that checks the server's certificate and name; OSError (SSLError among them) for a bad file."""
@@ -48,6 +51,8 @@ class RedisLocation:
     password: str | None = field(default=None, repr=False)
     password_file: Path | None = None
     """Read again at each connect; trailing line breaks are cut. Takes the place of `password`."""
+    username_file: Path | None = None
+    """As `password_file`, for `username`."""
     tls: RedisTls | None = None
 
     @property
@@ -64,18 +69,29 @@ class RedisLocation:
         """The password to use now, None for none; OSError or UnicodeDecodeError when its file can't be read."""
         if self.password_file is None:
             return self.password
-        with self.password_file.open("rb") as file:
-            return file.read(MAX_PASSWORD_BYTES).decode().rstrip("\r\n")
+        return _read_line(self.password_file, MAX_PASSWORD_BYTES)
+
+    def with_user(self) -> RedisLocation:
+        """The same with the user of now, from the file if there is one; OSError or UnicodeDecodeError as above."""
+        if self.username_file is None:
+            return self
+        return replace(self, username=_read_line(self.username_file, MAX_USERNAME_BYTES) or None)
+
+
+def _read_line(path: Path, max_bytes: int) -> str:
+    with path.open("rb") as file:
+        return file.read(max_bytes).decode().rstrip("\r\n")
 
 
 def parse_location(
     url: str,
     *,
     username: str | None = None,
+    username_file: Path | None = None,
     password_file: Path | None = None,
     tls: RedisTls | None = None,
 ) -> RedisLocation:
-    """The location that a URL names; `username` and `password_file` add to a URL that has none.
+    """The location that a URL names; `username` or its file and `password_file` add to a URL that has none.
 
     ConfigError, which never quotes the URL's password, for an unknown scheme or parameter, a password given twice, or
     TLS files for a URL without TLS.
@@ -94,6 +110,8 @@ def parse_location(
     password = unquote(parts.password) if parts.password else None
     if user is not None and username is not None and user != username:
         raise ConfigError("the index's user is given twice: in the URL and beside it; keep one")
+    if username_file is not None and (user is not None or username is not None):
+        raise ConfigError("the index's user is given twice: as a name and as a file; keep the file")
     if password is not None and password_file is not None:
         raise ConfigError(
             "the index's password is given twice: in the URL and as a file; keep the file"
@@ -106,7 +124,7 @@ def parse_location(
         raise ConfigError("the index's URL has a '#': write it as %23")
     who = user or username
     if parts.scheme == "unix":
-        return _unix_location(parts, who, password, password_file)
+        return _unix_location(parts, who, password, password_file, username_file)
     if not parts.hostname or parts.query:
         raise ConfigError(
             f"the index's URL must be {parts.scheme}://HOST[:PORT][/DB], without parameters"
@@ -119,12 +137,17 @@ def parse_location(
         username=who,
         password=password,
         password_file=password_file,
+        username_file=username_file,
         tls=(tls or RedisTls()) if parts.scheme == "rediss" else None,
     )
 
 
 def _unix_location(
-    parts: SplitResult, who: str | None, password: str | None, password_file: Path | None
+    parts: SplitResult,
+    who: str | None,
+    password: str | None,
+    password_file: Path | None,
+    username_file: Path | None,
 ) -> RedisLocation:
     query = parse_qs(parts.query)
     path = unquote(parts.path)
@@ -133,7 +156,10 @@ def _unix_location(
             "the index's URL must be unix:///ABSOLUTE/PATH[?db=N], with three slashes"
         )
     database = _database(query.get("db", [""])[-1])
-    return RedisLocation("", 0, path, database, who, password, password_file)
+    return RedisLocation(
+        host="", port=0, path=path, database=database, username=who, password=password,
+        password_file=password_file, username_file=username_file,
+    )  # fmt: skip
 
 
 def _database(text: str) -> int:

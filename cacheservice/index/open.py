@@ -26,10 +26,12 @@ def build_index(
     *,
     key_prefix: str = DEFAULT_KEY_PREFIX,
     username: str | None = None,
+    username_file: Path | None = None,
     password_file: Path | None = None,
     tls_ca: Path | None = None,
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
+    tls_server_name: str | None = None,
     timeout_s: float = 0.02,
     write_timeout_s: float = 1.0,
     entry_ttl_s: float = 3600.0,
@@ -62,12 +64,15 @@ def build_index(
         raise ConfigError(
             "the index's time-outs must be above 0, and the TTL of entries at least 2 s"
         )
-    has_tls_files = tls_ca is not None or tls_cert is not None
+    if tls_cert is not None and tls_key is None:
+        raise ConfigError("a TLS certificate for Redis is given without its key: give both")
+    tls = RedisTls(tls_ca, tls_cert, tls_key, tls_server_name)
     location = parse_location(
         url_or_memory,
         username=username,
+        username_file=username_file,
         password_file=password_file,
-        tls=RedisTls(tls_ca, tls_cert, tls_key) if has_tls_files else None,
+        tls=tls if tls != RedisTls() else None,
     )
     return RedisIndex(
         location,

@@ -66,14 +66,30 @@ class IndexHealth(enum.Enum):
     MEMORY = "memory"
 
 
+class IndexReason(enum.Enum):
+    """What is wrong with the index, for programs: the operator's condition RedisReady has these words."""
+
+    UNREACHABLE = "Unreachable"
+    """Nobody answers there, or not in time."""
+    AUTH_FAILED = "AuthFailed"
+    """Wrong, missing or superfluous user or password, or their file can't be read."""
+    PERMISSION_DENIED = "PermissionDenied"
+    """The user may not do what an agent needs; the message has the ACL line."""
+    FULL = "Full"
+    """Out of memory under a policy that evicts nothing."""
+    TLS_FAILED = "TlsFailed"
+    """The handshake failed, or a TLS file can't be used."""
+    REFUSED = "Refused"
+    """Anything else that it says no to: a replica, a cluster, no node number, too old."""
+
+
 @dataclass(frozen=True, slots=True)
 class IndexStatus:
-    """Health with one sentence that names the remedy; empty message when ready."""
+    """Health with one sentence that names the remedy; empty message and no reason when ready."""
 
     health: IndexHealth
     message: str = ""
-    reason: str = ""
-    """For programs, while not ready: the value of a `Reason` of `trouble.py`."""
+    reason: IndexReason | None = None
 
 
 class Index(Protocol):

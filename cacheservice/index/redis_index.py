@@ -32,6 +32,7 @@ from cacheservice.index.port import (
     Announcement,
     Holder,
     IndexHealth,
+    IndexReason,
     IndexStatus,
     Node,
 )
@@ -243,10 +244,12 @@ class RedisIndex:
         """See `Index.status`: trouble of writes first, since it includes all that the node does for others."""
         found = self._write_trouble or self._lookup_trouble
         if found is not None:
-            return IndexStatus(found.health, str(found))
+            return IndexStatus(found.health, str(found), found.reason)
         if not self._was_reached:
             return IndexStatus(
-                IndexHealth.UNREACHABLE, f"Redis at {self._location.label} has not been asked yet"
+                IndexHealth.UNREACHABLE,
+                f"Redis at {self._location.label} has not been asked yet",
+                IndexReason.UNREACHABLE,
             )
         return IndexStatus(IndexHealth.READY)
 
@@ -308,6 +311,7 @@ class RedisIndex:
             said = f"all {MAX_NODES} node numbers are taken: names are freed a day after their agent went"
         return RedisTrouble(
             IndexHealth.REFUSING,
+            IndexReason.REFUSED,
             f"Redis at {self._location.label} has no node number for us: {said}",
         )
 
@@ -523,6 +527,7 @@ class RedisIndex:
             last = self._lookup_trouble
             raise RedisTrouble(
                 last.health if last else IndexHealth.UNREACHABLE,
+                last.reason if last else IndexReason.UNREACHABLE,
                 f"Redis at {self._location.label} is left alone for a moment after failures in a row; the last: {last}",
             )
         try:
@@ -561,7 +566,7 @@ class RedisIndex:
                 answer = exchange(connection, deadline)
             except ErrorReply as error:
                 pool.give_back(connection)
-                raise trouble.refused(self._location, str(error), self._prefix) from error
+                raise trouble.refused(connection.location, str(error), self._prefix) from error
             except RedisTrouble as error:
                 # An older connection breaks when the server is restarted: once more on a new one. All that we send can
                 # be repeated.

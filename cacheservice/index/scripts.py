@@ -1,6 +1,7 @@
 """The writes to Redis, as Lua: each runs whole or not at all against other writers, and is fenced by the node table.
 
-Every script may be sent twice with the same effect as once, so a call whose answer was lost is repeated. They need
+Every key has a time to live, which those who use it renew: when the last agent is gone for good, so are its keys. Every
+script may be sent twice with the same effect as once, so a call whose answer was lost is repeated. They need
 Redis 6.2 or newer and one server (keys of several hash tags are touched together); docs/decisions/0005-redis-format.md
 names keys and formats. Run by `redis_index.py` only.
 """
@@ -55,11 +56,14 @@ end
 """
 )
 
-_SENTINEL = """
+_SENTINEL = f"""
 local function sentinel(prefix, proposal)
   local found = get(prefix .. 'sentinel')
-  if found then return found end
-  redis.call('SET', prefix .. 'sentinel', proposal)
+  if found then
+    redis.call('EXPIRE', prefix .. 'sentinel', {NAME_TTL_S})
+    return found
+  end
+  redis.call('SET', prefix .. 'sentinel', proposal, 'EX', {NAME_TTL_S})
   return proposal
 end
 """
@@ -83,7 +87,7 @@ local function take(number, namesake)
   redis.call('SET', prefix .. 'number:' .. namesake, number, 'EX', {NAME_TTL_S})
   local top = math.max(count(get(prefix .. 'top')), number)
   while top > number and is_free(top) do top = top - 1 end
-  redis.call('SET', prefix .. 'top', top)
+  redis.call('SET', prefix .. 'top', top, 'EX', {NAME_TTL_S})
   return {{number, sentinel(prefix, proposal)}}
 end
 
@@ -140,7 +144,9 @@ if not namesake then return {{1, ''}} end
 redis.call('EXPIRE', prefix .. 'name:' .. number, {NAME_TTL_S})
 redis.call('EXPIRE', prefix .. 'number:' .. namesake, {NAME_TTL_S})
 if count(get(prefix .. 'top')) < tonumber(number) then
-  redis.call('SET', prefix .. 'top', number)
+  redis.call('SET', prefix .. 'top', number, 'EX', {NAME_TTL_S})
+else
+  redis.call('EXPIRE', prefix .. 'top', {NAME_TTL_S})
 end
 return {{0, sentinel(prefix, proposal)}}
 """

@@ -6,10 +6,11 @@ Invariant: no message contains a password; they are made of the location's label
 from __future__ import annotations
 
 import ssl
+from pathlib import Path
 
 from cacheservice.errors import IndexUnavailable
 from cacheservice.index.location import RedisLocation
-from cacheservice.index.port import IndexHealth
+from cacheservice.index.port import IndexHealth, IndexReason
 
 ACL_COMMANDS = "+mget +get +set +del +pexpire +expire +evalsha +script|load +info +select"
 """Everything an agent sends or its scripts call; AUTH needs no permission."""
@@ -18,9 +19,17 @@ ACL_COMMANDS = "+mget +get +set +del +pexpire +expire +evalsha +script|load +inf
 class RedisTrouble(IndexUnavailable):
     """IndexUnavailable that knows how the index is; `lost_connection`: asking on a new one may help."""
 
-    def __init__(self, health: IndexHealth, message: str, *, lost_connection: bool = False) -> None:
+    def __init__(
+        self,
+        health: IndexHealth,
+        reason: IndexReason,
+        message: str,
+        *,
+        lost_connection: bool = False,
+    ) -> None:
         super().__init__(message)
         self.health = health
+        self.reason = reason
         self.lost_connection = lost_connection
 
 
@@ -33,15 +42,27 @@ def timed_out(location: RedisLocation, timeout_s: float, what: str) -> RedisTrou
     """Redis did not answer in time."""
     return RedisTrouble(
         IndexHealth.UNREACHABLE,
+        IndexReason.UNREACHABLE,
         f"Redis at {location.label} did not {what} within {timeout_s * 1000:.0f} ms: it is stopped, overloaded or too "
         "far; look at its SLOWLOG and the network, or raise the index's time-out",
     )
 
 
-def lost(location: RedisLocation, what: str) -> RedisTrouble:
-    """The connection ended or carried something that is not Redis's protocol."""
+def lost(location: RedisLocation, what: str, *, is_first_call: bool = False) -> RedisTrouble:
+    """The connection ended or carried something that is not Redis's protocol.
+
+    With TLS 1.3 a server refuses a client's certificate, or its absence, during the first call only.
+    """
+    if is_first_call and location.tls is not None:
+        return RedisTrouble(
+            IndexHealth.UNREACHABLE,
+            IndexReason.TLS_FAILED,
+            f"TLS to Redis at {location.label} failed ({what}): does it want a client certificate, or another one?",
+            lost_connection=True,
+        )
     return RedisTrouble(
         IndexHealth.UNREACHABLE,
+        IndexReason.UNREACHABLE,
         f"the connection to Redis at {location.label} was lost ({what}): if it stays so, see whether Redis runs there, "
         "and whether it wants TLS (rediss://)",
         lost_connection=True,
@@ -54,6 +75,7 @@ def not_connected(location: RedisLocation, error: OSError | ValueError) -> Redis
     if isinstance(error, ssl.SSLCertVerificationError):
         return RedisTrouble(
             IndexHealth.UNREACHABLE,
+            IndexReason.TLS_FAILED,
             f"TLS to Redis at {location.label} failed: its certificate is not trusted "
             f"({error.verify_message or said}); give the CA that signed it, and use the host name that it was issued "
             "for",
@@ -61,25 +83,27 @@ def not_connected(location: RedisLocation, error: OSError | ValueError) -> Redis
     if isinstance(error, ssl.SSLError):
         return RedisTrouble(
             IndexHealth.UNREACHABLE,
+            IndexReason.TLS_FAILED,
             f"TLS to Redis at {location.label} failed ({error.reason or said}): does it speak TLS at that port (else "
             "use redis://), and does it want a client certificate?",
         )
     return RedisTrouble(
         IndexHealth.UNREACHABLE,
+        IndexReason.UNREACHABLE,
         f"Redis at {location.label} can't be reached ({said}): start it, or correct the index's address",
     )
 
 
-def unreadable_password(
-    location: RedisLocation, error: OSError | UnicodeDecodeError
+def unreadable_credential(
+    location: RedisLocation, what: str, path: Path | None, error: OSError | UnicodeDecodeError
 ) -> RedisTrouble:
-    """The password file can't be read."""
+    """The file of user or password (`what`) can't be read."""
     said = (error.strerror or str(error)) if isinstance(error, OSError) else "no UTF-8 text"
     return RedisTrouble(
-        IndexHealth.REFUSING,
-        f"the password file {location.password_file} for Redis at {location.label} can't be read ({said}): create it "
-        "or correct its path; it is read again at each connect",
-    )
+        IndexHealth.REFUSING, IndexReason.AUTH_FAILED,
+        f"the {what} file {path} for Redis at {location.label} can't be read ({said}): create it or correct its path; "
+        "it is read again at each connect",
+    )  # fmt: skip
 
 
 def unreadable_certificates(location: RedisLocation, error: OSError) -> RedisTrouble:
@@ -92,6 +116,7 @@ def unreadable_certificates(location: RedisLocation, error: OSError) -> RedisTro
     )
     return RedisTrouble(
         IndexHealth.REFUSING,
+        IndexReason.TLS_FAILED,
         f"the TLS files for Redis at {location.label} can't be used ({files}: {error.strerror or error}): they must be "
         "readable PEM, the key that of the certificate; they are read again at each connect",
     )
@@ -105,16 +130,19 @@ def refused(location: RedisLocation, reply: str, key_prefix: str) -> RedisTroubl
     if word == "WRONGPASS" or "invalid password" in reply or "invalid username-password" in reply:
         return RedisTrouble(
             refusing,
-            f"{where} refuses the user or password (WRONGPASS): correct the URL or the password file",
+            IndexReason.AUTH_FAILED,
+            f"{where} refuses the user or password (WRONGPASS): correct the user and the password, or their files",
         )
     if word == "NOAUTH":
         return RedisTrouble(
             refusing,
+            IndexReason.AUTH_FAILED,
             f"{where} wants a password (NOAUTH): give one in the URL or as a password file",
         )
     if "AUTH" in reply and "without any password configured" in reply:
         return RedisTrouble(
             refusing,
+            IndexReason.AUTH_FAILED,
             f"{where} has no password but one was given: leave it out, or set requirepass there",
         )
     if word == "NOPERM" or any(
@@ -123,30 +151,38 @@ def refused(location: RedisLocation, reply: str, key_prefix: str) -> RedisTroubl
     ):
         return RedisTrouble(
             refusing,
+            IndexReason.PERMISSION_DENIED,
             f"{where} denies what the index needs (NOPERM: {_short(reply)}): run "
             f"`{acl_line(key_prefix, location.username)}` there",
         )
     if word == "OOM" or "-OOM" in reply or "'maxmemory'" in reply:
         return RedisTrouble(
             refusing,
+            IndexReason.FULL,
             f"{where} is full (OOM under noeviction): raise its maxmemory, or set maxmemory-policy allkeys-lru; until "
             "then new chunks are not announced",
         )
     if word in ("LOADING", "BUSY", "MASTERDOWN", "TRYAGAIN") or "max number of clients" in reply:
         return RedisTrouble(
             IndexHealth.UNREACHABLE,
+            IndexReason.UNREACHABLE,
             f"{where} can't serve now ({_short(reply)}): it should pass; else look at its log",
         )
     if word == "READONLY" or "-READONLY" in reply:
         return RedisTrouble(
-            refusing, f"{where} is a read-only replica: give the address of its primary"
+            refusing,
+            IndexReason.REFUSED,
+            f"{where} is a read-only replica: give the address of its primary",
         )
     if word in ("MOVED", "ASK", "CROSSSLOT", "CLUSTERDOWN"):
         return RedisTrouble(
-            refusing, f"{where} is a Redis Cluster, which is not supported: use one primary"
+            refusing,
+            IndexReason.REFUSED,
+            f"{where} is a Redis Cluster, which is not supported: use one primary",
         )
     return RedisTrouble(
         refusing,
+        IndexReason.REFUSED,
         f"{where} refuses ({_short(reply)}): Redis 6.2 or newer is needed; look at its log",
     )
 

@@ -70,12 +70,14 @@ class Connection:
     def __init__(self, stream: _Readable, location: RedisLocation) -> None:
         """Owns `stream` from here on."""
         self._stream = stream
-        self._location = location
+        self.location = location
+        """With the user that it was let in as."""
         self._buffer = bytearray(READ_BYTES)
         self._missing = object()
         self._reader = hiredis.Reader(
             protocolError=_NotRedis, replyError=ErrorReply, notEnoughData=self._missing
         )
+        self._was_answered = False
         self.num_calls = 0
         """Exchanges so far; a failure on an older connection may just mean that the server was restarted."""
         self.run_id: str | None = None
@@ -91,18 +93,23 @@ class Connection:
     def call_many(self, commands: bytes, num_replies: int, deadline: Deadline) -> list[Any]:
         """Send packed commands in one go and return their replies; an error reply is raised when all are read."""
         self.num_calls += 1
+        is_first = not self._was_answered
         try:
             self._send(commands, deadline)
             replies = [self._receive(deadline) for _ in range(num_replies)]
         except TimeoutError:
-            raise trouble.timed_out(self._location, deadline.span_s, "answer") from None
+            raise trouble.timed_out(self.location, deadline.span_s, "answer") from None
         except ssl.SSLEOFError as error:
-            raise trouble.lost(self._location, "closed by the server") from error
+            raise trouble.lost(
+                self.location, "closed by the server", is_first_call=is_first
+            ) from error
         except ssl.SSLError as error:
             # With TLS 1.3 a server refuses a client's certificate only now.
-            raise trouble.not_connected(self._location, error) from error
+            raise trouble.not_connected(self.location, error) from error
         except (OSError, _NotRedis) as error:
-            raise trouble.lost(self._location, str(error) or type(error).__name__) from error
+            said = str(error) or type(error).__name__
+            raise trouble.lost(self.location, said, is_first_call=is_first) from error
+        self._was_answered = True
         for reply in replies:
             if isinstance(reply, ErrorReply):
                 raise reply
@@ -140,9 +147,15 @@ def connect(location: RedisLocation, key_prefix: str, deadline: Deadline) -> Con
     Looking up a host name has no deadline in libc: run this where that may take long (`pool.py` does).
     """
     try:
+        location = location.with_user()
+    except (OSError, UnicodeDecodeError) as error:
+        path = location.username_file
+        raise trouble.unreadable_credential(location, "user", path, error) from error
+    try:
         password = location.read_password()
     except (OSError, UnicodeDecodeError) as error:
-        raise trouble.unreadable_password(location, error) from error
+        path = location.password_file
+        raise trouble.unreadable_credential(location, "password", path, error) from error
     try:
         context = location.tls.build_context() if location.tls is not None else None
     except OSError as error:
@@ -162,12 +175,13 @@ def connect(location: RedisLocation, key_prefix: str, deadline: Deadline) -> Con
                 (location.host, location.port), timeout=deadline.remaining_s()
             )
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if context is not None:
+        if context is not None and location.tls is not None:
             stage = "finish the TLS handshake (does it speak TLS at that port?)"
             try:
                 opened.settimeout(deadline.remaining_s())
                 # On success the descriptor moves into the new object; on failure this closes it.
-                opened = context.wrap_socket(opened, server_hostname=location.host)
+                name = location.tls.server_name or location.host
+                opened = context.wrap_socket(opened, server_hostname=name)
             except BaseException:
                 opened.close()
                 raise
