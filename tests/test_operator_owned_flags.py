@@ -16,6 +16,7 @@ OWNED_DESTINATIONS = {
     "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size",
     "nnodes", "node_rank", "master_addr", "master_port",
     "model", "served_model_name", "revision", "host", "port", "uds", "api_key", "hf_token", "config",
+    "headless", "grpc", "grpc_port", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers",
 }  # fmt: skip
 """Where vLLM puts the values of owned flags; all that begin with data_parallel_ are owned, too."""
 
@@ -146,6 +147,8 @@ def test_the_schema_and_the_operator_refuse_the_same_words(understood: dict[str,
         ("--config", "--config"),
         ("--config=flags.yaml", "--config"),
         ("--port 8001", "--port"),
+        ("--ssl-certfile=x", "--ssl-*"),
+        ("--head", "--headless"),
         ("-tp", "--tensor-parallel-size"),
         ("-tp=2", "--tensor-parallel-size"),
         ("-tp2", "--tensor-parallel-size"),

@@ -34,8 +34,8 @@ class Pattern:
 
 service_name = Pattern(r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")
 owned_argument = Pattern(
-    r"^(--(kv[-_][to]|prefix[-_]cachi|(no[-_])?disable[-_]h|(no[-_])?data[-_]p|te|pi|dec"
-    r"|prefill[-_]c|nn|nod|mas|ser|rev|ho|por|ud|api[-_]k|hf[-_]t|(config|model)([=. ]|$))|-(t|p|dp|dcp|n|r))",
+    r"^(--(kv[-_][to]|prefix[-_]cachi|(no[-_])?disable[-_]h|(no[-_])?data[-_]p|te|pi|dec|prefill[-_]c"
+    r"|nn|nod|mas|ser|rev|ho|por|ud|api[-_]k|hf[-_]t|hea|gr|ssl|(config|model)([=. ]|$))|-(t|p|dp|dcp|n|r))",
     forbidden=True,
 )
 size = Pattern(r"^[1-9][0-9]{0,5}(Mi|Gi|Ti)$")
@@ -127,8 +127,8 @@ TWINS: dict[str, Check] = {
     "spec.model.path must be absolute, for example /models/llama; only with spec.model.volumeClaimName is it a folder "
     "inside that volume": _path_is_absolute_outside_a_volume,
     "Larder sets this flag itself: remove it from args (model, parallel sizes, tokens and keys have their "
-    "own fields in this resource; host, port, --config, KV transfer, hash algorithm and hybrid KV "
-    "cache manager cannot be changed)": owned_argument,
+    "own fields in this resource; host, port, protocol, --config, KV transfer, hash algorithm and hybrid "
+    "KV cache manager cannot be changed)": owned_argument,
     "write a whole number with Mi, Gi or Ti, for example 8Gi": size,
     "write a whole number with Mi, Gi or Ti, at least 64Mi, for example 8Gi": arena_size,
     "write host:port with a port from 1 to 65535 and no scheme, for example redis.infra.svc:6379 or "

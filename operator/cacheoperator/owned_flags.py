@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 _PARALLEL = "only tensor parallelism is in this version (tensorParallelSize)"
 _SPAN = "an engine is one pod in this version"
+_HTTP = "the router and the probes speak plain HTTP with engines"
 _CACHE = "the cache depends on it"
 
 OWNED: dict[str, str] = {
@@ -42,11 +43,18 @@ OWNED: dict[str, str] = {
     "host": "the router and the probes expect engines on all addresses",
     "port": "the router and the probes expect engines on port 8000",
     "uds": "the router and the probes expect engines on port 8000",
+    "headless": _HTTP,
+    "grpc": _HTTP,
+    "grpc-port": _HTTP,
     "config": "flags in a file can't be checked: write them into args",
 }  # fmt: skip
 """Long flag without its dashes, and what a user does instead."""
 
-OWNED_FAMILIES: dict[str, str] = {"data-parallel-": _PARALLEL, "no-data-parallel-": _PARALLEL}
+OWNED_FAMILIES: dict[str, str] = {
+    "data-parallel-": _PARALLEL,
+    "no-data-parallel-": _PARALLEL,
+    "ssl-": _HTTP,
+}
 """Beginnings of flags that are owned whatever follows."""
 
 OWNED_SHORT: dict[str, str] = {
