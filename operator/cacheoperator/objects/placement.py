@@ -152,7 +152,7 @@ def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, str]) -> bool:
     if toleration.get("effect") not in (None, "", taint.get("effect")):
         return False
     key = toleration.get("key") or ""
-    exists = toleration.get("operator", "Equal") == "Exists"
+    exists = str(toleration.get("operator", "Equal")) == "Exists"
     if not key:
         return exists
     if key != taint.get("key"):
