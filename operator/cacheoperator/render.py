@@ -10,13 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from cacheoperator.names import Component
 from cacheoperator.objects import (
     agents,
     certificates,
+    connection,
     disruption,
     endpoint,
+    engines,
     monitor,
     network,
     redis,
@@ -34,6 +38,9 @@ BUILDERS: tuple[Builder, ...] = (
     certificates.build,
     redis.build,
     agents.build,
+    connection.build,
+    partial(engines.build_role, component=Component.PREFILL),
+    partial(engines.build_role, component=Component.DECODE),
     router.build,
     endpoint.build,
     disruption.build,
@@ -74,9 +81,6 @@ def render(manifest: KVCacheManifest, refs: Refs, settings: Settings) -> Rendere
             objects += build(manifest, refs, settings)
         except TemplateRefused as refused:
             refusals.append((refused.reason, refused.message))
-    objects.sort(key=_apply_key)
+    # Stable: within a kind the builders' order stands, as leaves before their authority (see certificates).
+    objects.sort(key=lambda item: APPLY_ORDER.index(item["kind"]))
     return Rendered(tuple(objects), tuple(refusals))
-
-
-def _apply_key(item: Object) -> tuple[int, str]:
-    return APPLY_ORDER.index(item["kind"]), item["metadata"]["name"]

@@ -21,16 +21,14 @@ def build(manifest: KVCacheManifest, refs: Refs, settings: Settings) -> list[Obj
     if manifest.tls.mode is not TlsMode.AUTO:
         return []
     assert refs.tls is not None, "the edge plans certificates before it renders"
-    secrets = [
-        _secret(
-            manifest, refs, names.authority_name(manifest.name), "Opaque", refs.tls.authority_data
-        )
-    ]
+    secrets = []
     for role, pair in sorted(refs.tls.leaves.items()):
         files = {"tls.crt": pair.certificate, "tls.key": pair.key, "ca.crt": refs.tls.trusted}
         name = names.leaf_name(manifest.name, role)
         secrets.append(_secret(manifest, refs, name, "kubernetes.io/tls", files))
-    return secrets
+    # Last, as it says that the step is done: what is not stored is planned again.
+    name = names.authority_name(manifest.name)
+    return [*secrets, _secret(manifest, refs, name, "Opaque", refs.tls.authority_data)]
 
 
 def _secret(

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 from cacheoperator import names
 from cacheoperator.names import Component
+from cacheoperator.objects.connection import ENGINE_OF_LABEL
 from cacheoperator.objects.pods import Object
 from cacheoperator.refs import Refs
 from cacheoperator.settings import Settings
 from cacheservice.manifest import KVCacheManifest, RouterType
 
-ENGINE_OF_LABEL = "larder.dev/engine-of"
-"""On pods of engines that something else deploys: name of the KVCache whose agents they speak to over TCP."""
 PROBE_COMPONENT = "probe"
 """app.kubernetes.io/component of the short-lived pod that verifies transfers with the engines' API key."""
 
