@@ -32,6 +32,7 @@ from cacheoperator.cluster import Cluster, login
 from cacheoperator.errors import ClusterError, NotFound
 from cacheoperator.events import Teller
 from cacheoperator.lease import Lease
+from cacheoperator.probe import Prober
 from cacheoperator.queue import Queue
 from cacheoperator.reconcile import Reconciler
 from cacheoperator.settings import Images, Settings
@@ -141,6 +142,8 @@ async def run(settings: Settings, instance: str) -> int:
             cluster=cluster,
         )
         children = Children(cluster, watched, _now)
+        prober = Prober(cluster, settings, _now, queue.put)
+        stack.push_async_callback(prober.close)
         reconciler = Reconciler(
             cluster=cluster,
             watched=watched,
@@ -149,6 +152,7 @@ async def run(settings: Settings, instance: str) -> int:
             teller=Teller(cluster, _now, instance),
             settings=settings,
             now=_now,
+            prober=prober,
         )
         identity = f"{instance}_{secrets.token_hex(4)}"
         leases = [

@@ -19,6 +19,8 @@ from typing import Any
 from cacheoperator import metrics, names, observe, render, shared_memory, status
 from cacheoperator.children import Children, Memory, ObjectName, Outcome
 from cacheoperator.cluster import Cluster, Json
+from cacheoperator.conditions import transfer
+from cacheoperator.conditions.finding import Scene
 from cacheoperator.errors import ClusterError, Invalid, NotFound, Unreachable
 from cacheoperator.events import Teller
 from cacheoperator.gather import Gathered, gather
@@ -37,15 +39,15 @@ from cacheoperator.observed import (
     AgentReport,
     Observed,
     Pod,
-    ProbeResult,
     Warning,  # noqa: A004 - Kubernetes' word
     Workload,
 )
+from cacheoperator.probe import Prober
 from cacheoperator.refs import SharedMemoryVerdict, uses_shared_memory
 from cacheoperator.settings import Settings
 from cacheoperator.statusz import Agents
 from cacheoperator.watch import Key, Stored, Watched
-from cacheservice.manifest import KVCacheManifest, ManifestRefused, manifest_from_object
+from cacheservice.manifest import KVCacheManifest, ManifestRefused, Verify, manifest_from_object
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +88,6 @@ class Known:
     """What was last written, and the version of the KVCache that came of it."""
     status_version: int = 0
     status_at: datetime | None = None
-    probes: tuple[ProbeResult, ...] = ()
     changed_at: datetime | None = None
     """When a condition last changed: looks become rarer from then on."""
 
@@ -104,8 +105,7 @@ class Reconciler:
         teller: Teller,
         settings: Settings,
         now: Callable[[], datetime],
-        verify: Callable[[KVCacheManifest, Observed, Mapping[str, Any], Key], Sequence[ProbeResult]]
-        | None = None,
+        prober: Prober,
     ) -> None:
         self._cluster = cluster
         self._watched = watched
@@ -114,7 +114,7 @@ class Reconciler:
         self._teller = teller
         self._settings = settings
         self._now = now
-        self._verify = verify
+        self._prober = prober
         self._known: dict[Key, Known] = {}
         self.ready: set[Key] = set()
         """KVCaches whose newest status is Ready."""
@@ -123,6 +123,7 @@ class Reconciler:
         """The KVCache is gone."""
         self._known.pop(key, None)
         self._children.forget(key)
+        self._prober.forget(key)
         self.ready.discard(key)
 
     async def reconcile(self, key: Key) -> Look:
@@ -170,6 +171,11 @@ class Reconciler:
             key, known, resource, manifest, gathered, objects, rendered.refusals, outcome
         )
         look = await self._tell(key, known, resource, manifest, observed, outcome)
+        if manifest.verify is Verify.PROBE and manifest.prefill is not None and not manifest.paused:
+            pairs = transfer.unproven_pairs(Scene(manifest, observed, resource.get("status") or {}))
+            due_s = self._prober.consider(key, known.uid, manifest, observed, pairs)
+            if due_s is not None:
+                look = replace(look, again_s=min(due_s, look.again_s or due_s))
         if gathered.certificates_due is not None and not manifest.paused:
             due_s = max(1.0, (gathered.certificates_due - now).total_seconds())
             look = replace(look, again_s=min(due_s, look.again_s or due_s))
@@ -223,10 +229,7 @@ class Reconciler:
             transport_reason=gathered.refs.shared_memory.reason,
             flow_window=known.window.add(reports, self._now()) if reports else None,
         )
-        if self._verify is not None and not manifest.paused:
-            previous = resource.get("status") or {}
-            known.probes = tuple(self._verify(manifest, observed, previous, key))
-        return replace(observed, probes=known.probes)
+        return replace(observed, probes=self._prober.results(key))
 
     async def _workloads(
         self, key: Key, known: Known, live: Mapping[ObjectName, Stored]
