@@ -199,7 +199,7 @@ def _message(error: ApplyError, scene: Scene) -> str:
 def _sizes(scene: Scene) -> str:
     manifest = scene.manifest
     parts = [
-        f"{_count(role)} {name} x TP{role.tensor_parallel_size}"
+        f"{_count(name, role)} x TP{role.tensor_parallel_size}"
         for name, role in (("prefill", manifest.prefill), ("decode", manifest.decode))
         if role is not None
     ]
@@ -210,8 +210,8 @@ def _sizes(scene: Scene) -> str:
     return ", ".join([*parts, f"{wording.size(manifest.cache.cpu_bytes)} of cache {_nodes(scene)}"])
 
 
-def _count(role: Role) -> str:
-    return "autoscaled" if role.replicas is None else str(role.replicas)
+def _count(name: str, role: Role) -> str:
+    return f"{name} (autoscaled)" if role.replicas is None else f"{role.replicas} {name}"
 
 
 def _nodes(scene: Scene) -> str:

@@ -332,21 +332,25 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[
     """Every field that differs, by its path, with both values; `none` where one side lacks it."""
     left, right = dict(_leaves("", one)), dict(_leaves("", other))
     return [
-        (path, left.get(path, "none"), right.get(path, "none"))
+        (path, _value(left, path), _value(right, path))
         for path in sorted(left.keys() | right.keys())
         if left.get(path) != right.get(path)
     ]
 
 
+def _value(leaves: Mapping[str, str], path: str) -> str:
+    return wording.cut(leaves.get(path, "none"), MAX_VALUE)
+
+
 def _leaves(path: str, value: object) -> Iterable[tuple[str, str]]:
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping) and (value or not path):
         for name in value:
             yield from _leaves(f"{path}.{name}" if path else str(name), value[name])
     elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
         for number, item in enumerate(value):
             yield from _leaves(f"{path}[{number}]", item)
     else:
-        yield path, wording.cut(str(value), MAX_VALUE)
+        yield path, str(value)
 
 
 def _relevant(scene: Scene) -> tuple[Pair, ...]:
