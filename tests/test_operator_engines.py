@@ -108,6 +108,21 @@ def test_engines_of_every_example_are_what_kubernetes_accepts(path: Path, refs: 
         assert passes_restricted(item["spec"]["template"]["spec"], host_path=refs is REFS)
 
 
+def test_the_autoscaler_of_the_example_owns_replicas() -> None:
+    path = next(path for path in EXAMPLES if path.name == "autoscaled.yaml")
+    _, autoscaler = yaml.safe_load_all(path.read_text())
+    kubernetes_validate.validate(autoscaler, "1.35", strict=True)
+    target = autoscaler["spec"]["scaleTargetRef"]
+    found = [
+        item
+        for item in engines.build(load_manifest(path), REFS, SETTINGS)
+        if (item["apiVersion"], item["kind"], item["metadata"]["name"])
+        == (target["apiVersion"], target["kind"], target["name"])
+    ]
+    assert [("replicas" in item["spec"]) for item in found] == [False]
+    assert found[0]["metadata"]["namespace"] == autoscaler["metadata"]["namespace"]
+
+
 def passes_restricted(spec: dict[str, Any], *, host_path: bool) -> bool:
     """Pod Security Standards, `restricted` (Kubernetes 1.35), but for the socket folder."""
     context = spec["securityContext"]
@@ -362,6 +377,7 @@ def test_the_grace_period_outlasts_draining(args: str, grace_s: int) -> None:
     assert len(shutdown) == 1
     if args == "[]":
         assert flag(spec, "--shutdown-timeout") == "60"
+    assert flag(spec, "--disable-access-log-for-endpoints") == "/health,/metrics"
 
 
 def test_rollouts_need_no_spare_gpu() -> None:

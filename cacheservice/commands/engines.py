@@ -66,6 +66,8 @@ class EngineSite:
     num_threads: int | None = None
     tls: EngineTls | None = None
     drain_s: int | None = None
+    is_probed: bool = False
+    """Whether something asks for /health every few seconds for ever: then its log is for other requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,8 @@ def _defaults(site: EngineSite, *, is_cpu: bool, args: Sequence[str]) -> list[st
     if is_cpu:
         # Compiling costs 40 s of start and, on CPU, gains little but for tiny models.
         defaults += [("--enforce-eager", None), ("--kv-cache-memory-bytes", str(CPU_KV_BYTES))]
+    if site.is_probed:
+        defaults.append(("--disable-access-log-for-endpoints", "/health,/metrics"))
     if site.drain_s is not None:
         defaults.append((_SHUTDOWN_FLAG, str(site.drain_s)))
     written = {

@@ -290,7 +290,7 @@ def _site(manifest: KVCacheManifest, refs: Refs, component: Component) -> Engine
     role = EngineRole.BOTH if manifest.prefill is None else _ROLE_OF[component]
     return EngineSite(
         name="$(POD_NAME)", role=role, host="0.0.0.0", port=names.ENGINE_PORT, model=_model_path(manifest),
-        drain_s=DRAIN_S, **agent_access(manifest, refs),
+        drain_s=DRAIN_S, is_probed=True, **agent_access(manifest, refs),
     )  # fmt: skip
 
 
@@ -375,7 +375,7 @@ def _resources(manifest: KVCacheManifest, role: Role) -> Object:
     """Requests that let an engine start, not what it will use: that depends on the model, and is for the template."""
     ranks = role.tensor_parallel_size
     if manifest.engine.device is Device.CPU:
-        return {"requests": {"cpu": f"{500 * ranks}m", "memory": f"{1 + ranks}Gi"}}
+        return {"requests": {"cpu": f"{250 * ranks}m", "memory": f"{1 + ranks}Gi"}}
     # One busy thread per rank, the API server and the scheduler; weights pass through memory on their way to the GPU.
     gpus = {manifest.engine.gpu_resource_name: str(ranks)}
     return {"requests": {"cpu": str(1 + ranks), "memory": f"{4 * ranks}Gi", **gpus}, "limits": gpus}
