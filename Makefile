@@ -3,7 +3,7 @@
 # Several targets write .venv: one at a time.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test harness lint format generate requirements venv venv-dev vllm-newest clean
+.PHONY: help demo test harness e2e cluster lint format generate requirements venv venv-dev vllm-newest clean
 
 BIN := .venv/bin
 ARGS ?=
@@ -20,7 +20,7 @@ test harness: export VLLM_CPU_OMP_THREADS_BIND = nobind
 test harness: export VLLM_ENABLE_V1_MULTIPROCESSING = 0
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: venv ## a prefill and a decode engine on CPU that share a cache; prints what it saves (MODEL=gemma3, gptoss, qwen3next)
 	@$(BIN)/larder demo examples/cpu-local$(if $(filter llama,$(MODEL)),,-$(MODEL)).yaml $(ARGS)
@@ -31,6 +31,13 @@ test: venv-dev vllm-newest ## every test, real Redis and real vLLM engines inclu
 harness: export RUNS := $(RUNS)
 harness: venv-dev vllm-newest ## many seeds of the connector under vLLM's scheduler, every page checked (RUNS=64 for more of them)
 	@$(BIN)/python -m pytest -m harness tests/test_scheduler_harness.py tests/test_newest_vllm.py $(ARGS)
+
+e2e: venv-dev ## the operator, the chart and real engines on a real Kubernetes of two nodes (root; 10 minutes of builds the first time)
+	@e2e/run.sh $(ARGS)
+
+cluster: venv-dev ## only bring that cluster up and load our images; e2e/cluster/run.sh kubectl get nodes, e2e/cluster/down.sh
+	@e2e/up.sh
+	@$(BIN)/python e2e/images.py
 
 lint: venv-dev ## style, types, import rules, wire contract, generated code, stray names
 	$(BIN)/ruff check .

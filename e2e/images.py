@@ -303,7 +303,7 @@ def _buildah(subcommand: str, *arguments: str) -> str:
             'mount -t overlay -o "lowerdir=$0/usr/lib:/usr/lib" overlay /usr/lib && exec "$@"',
             str(tree),
             str(tree / "usr" / "bin" / "buildah"),
-            "--root", str(state / "root"), "--runroot", str(state / "run"), "--storage-driver", "vfs",
+            "--root", str(state / "root"), "--runroot", str(state / "run"), "--storage-driver", "overlay",
             "--registries-conf", "/dev/null",
             subcommand, *signatures, *arguments,
         ],

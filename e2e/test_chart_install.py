@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from dashboard_queries import names_in, queries, selectors
 from live_cluster import REPOSITORY, CommandFailed, Namespace, is_ready, kubectl, run, until
 
 pytestmark = pytest.mark.timeout(600)
@@ -158,6 +159,24 @@ def test_no_request_of_the_operator_is_forbidden(
     assert 'status="403"' not in page, [
         line for line in page.splitlines() if "api_requests" in line
     ]
+
+
+def test_dashboard_asks_for_what_this_operator_serves(
+    places: tuple[Namespace, Namespace], kept: tuple[str, str, str]
+) -> None:
+    there = names_in(_operator_metrics(places[0]))
+    for where, expression in queries("operator.json"):
+        for metric, _ in selectors(expression):
+            assert metric in there, f"{where}: nothing is called {metric}"
+
+
+def test_operator_of_the_whole_cluster_has_its_permissions(
+    request: pytest.FixtureRequest, cluster: None
+) -> None:
+    if os.environ.get("LARDER_E2E_SHARED"):
+        pytest.skip("LARDER_E2E_SHARED is set: no operator may watch the whole cluster")
+    system = request.getfixturevalue("installation")
+    helm("test", RELEASE, "--namespace", system.name, "--timeout", "90s")
 
 
 def test_helm_test_proves_permissions_and_admission(

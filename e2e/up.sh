@@ -1,14 +1,14 @@
 #!/bin/bash
 # Brings up the bundled cluster as the tests in this folder want it: two nodes, vLLM and tiny models visible in every
-# container, two pretended GPUs on node1, an audit log of writes, and our CustomResourceDefinition. A running one is
-# taken down first. Builds what is missing (about 10 minutes on the first run). Images: images.sh. End: cluster/down.sh.
+# container, two pretended GPUs on node1, eight pretended CPUs on each, an audit log of writes. A running one is taken
+# down first. Builds what is missing (about 10 minutes on the first run). Images: images.sh. End: cluster/down.sh.
 set -euo pipefail
 repository=$(cd "$(dirname "$0")/.." && pwd)
 cd "$repository"
 . e2e/cluster/env.sh
 
 e2e/cluster/build.sh
-"$repository/e2e/cluster/down.sh"
+e2e/cluster/down.sh
 
 # What .venv has but for ourselves: engines must find the connector in the payload, not here. Hard links: 6 GB in seconds.
 # A folder of its own also keeps pods alive while .venv is made again.
@@ -48,6 +48,5 @@ rules:
 POLICY
 
 export LARDER_E2E_APISERVER_FLAGS="--audit-policy-file=/srv/audit/policy.yaml --audit-log-path=/srv/audit/audit.log"
-e2e/cluster/up.sh -n 2 -g 1:nvidia.com/gpu=2 -l 1:larder.dev/e2e=one -l 2:larder.dev/e2e=two \
+e2e/cluster/up.sh -n 2 -c 8 -g 1:nvidia.com/gpu=2 -l 1:larder.dev/e2e=one -l 2:larder.dev/e2e=two \
   -M "$site:/srv/site-packages" -M "$models:/srv/models" -m "$audit:/srv/audit"
-kc apply --server-side -f charts/larder/files/kvcaches.yaml
