@@ -6,6 +6,7 @@ LarderError
 │   └── UncacheableError    this model can't be cached: the engine runs without cache and says so once
 ├── AgentUnavailable    no live session with the agent, or it did not answer in time: a miss, try later
 ├── AgentRejected       the agent refused a call as wrong: our bug or a version skew; a miss, logged once
+├── StartCancelled      the agent was told to stop before it was ready; it ends as after a drain
 ├── IndexUnavailable    the index did not answer in time, or refuses; serve what is here
 └── RequestRejected     a caller's request is wrong (agent side); becomes a gRPC status
     ├── InvalidRequest      INVALID_ARGUMENT
@@ -45,6 +46,10 @@ class AgentUnavailable(LarderError):
 
 class AgentRejected(LarderError):
     """The agent answered that the call itself is wrong."""
+
+
+class StartCancelled(LarderError):
+    """The agent was told to stop while it started."""
 
 
 class IndexUnavailable(LarderError):

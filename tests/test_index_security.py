@@ -220,7 +220,16 @@ def test_a_user_file_is_read_at_each_connect_and_named_in_the_acl_line(
     index = build_index(
         protected_server.url_for(None, None), username_file=user, password_file=secret, timeout_s=1
     )
-    with pytest.raises(IndexUnavailable, match=r"user file .*/username .*No such file"):
+    # A Secret may have a password alone: then it is the default user's.
+    secret.write_text(SECRET)
+    use(index)
+    index.close()
+    index = build_index(
+        protected_server.url_for(None, None), username_file=user, password_file=secret, timeout_s=1
+    )
+    secret.write_text("s3cr3t-agent")
+    user.write_bytes(b"\xff")
+    with pytest.raises(IndexUnavailable, match=r"user file .*/username .*no UTF-8"):
         index.join(name="a", address="", epoch=1)
     assert index.status().reason is IndexReason.AUTH_FAILED
     user.write_text("nobody\n")

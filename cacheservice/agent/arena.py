@@ -16,10 +16,9 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
-from cacheservice.errors import ConfigError
+from cacheservice.agent.memory import check_fits
+from cacheservice.errors import ConfigError, StartCancelled
 
 _log = logging.getLogger(__name__)
 
@@ -31,8 +30,6 @@ _MADV_POPULATE_WRITE = 23
 """Linux 5.14 (include/uapi/asm-generic/mman-common.h); older kernels answer EINVAL."""
 _kept: list[Arena] = []
 """Closed arenas that somebody may still copy from or to; referred to so that nothing unmaps them."""
-_SPARE_BYTES = 256 * 2**20
-"""Left to the rest of this process and of the machine when the arena's size is checked."""
 
 
 class Arena:
@@ -69,10 +66,16 @@ class Arena:
             _log.debug("arena still in use at close")
 
 
-def build_arena(size_bytes: int, *, threads: int = min(8, os.cpu_count() or 1)) -> Arena:
+def build_arena(
+    size_bytes: int,
+    *,
+    threads: int = min(8, os.cpu_count() or 1),
+    cancelled: threading.Event | None = None,
+) -> Arena:
     """Create, allocate, prefault and seal the arena.
 
-    Raises ConfigError when it does not fit into the memory that this process may have.
+    Raises ConfigError when it does not fit into the memory that this process may have, StartCancelled soon after
+    `cancelled` was set.
     """
     check_fits(size_bytes)
     started = time.monotonic()
@@ -88,7 +91,10 @@ def build_arena(size_bytes: int, *, threads: int = min(8, os.cpu_count() or 1)) 
         os.close(fd)
         raise
     try:
-        _prefault(arena, threads)
+        _prefault(arena, threads, cancelled or threading.Event())
+    except StartCancelled:
+        arena.close()
+        raise
     except OSError as error:
         arena.close()
         raise ConfigError(
@@ -100,60 +106,7 @@ def build_arena(size_bytes: int, *, threads: int = min(8, os.cpu_count() or 1)) 
     return arena
 
 
-def check_fits(size_bytes: int) -> None:
-    """Raise ConfigError with the numbers and the remedy when an arena of this size can't be had here."""
-    limits = list(_memory_left())
-    for source, left, remedy in limits:
-        if size_bytes + _SPARE_BYTES > left:
-            raise ConfigError(
-                f"--cpu {size_bytes / _GIB:.2f} GiB does not fit: {source} leaves {max(left, 0) / _GIB:.2f} GiB, of "
-                f"which {_SPARE_BYTES / _GIB:.2f} GiB stay free for everything else; {remedy}"
-            )
-
-
-def _memory_left() -> Iterator[tuple[str, int, str]]:
-    """(what limits, bytes it leaves, what to do) for the machine and for every cgroup that this process is in."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            left = int(line.split()[1]) * 1024
-            yield "MemAvailable of this machine", left, "give a smaller --cpu or free memory"
-    for folder in _cgroup_folders():
-        try:
-            limit = (folder / "memory.max").read_text().strip()
-            if limit == "max":
-                continue
-            used = int((folder / "memory.current").read_text())
-            for line in (folder / "memory.stat").read_text().splitlines():
-                if line.startswith("inactive_file "):
-                    used -= int(line.split()[1])  # given back by the kernel when memory is short
-            left = int(limit) - used
-        except (OSError, ValueError):
-            continue
-        yield (
-            f"the memory limit of cgroup {folder}",
-            left,
-            "give a smaller --cpu or a larger memory limit to the pod",
-        )
-
-
-def _cgroup_folders() -> Iterator[Path]:
-    root = Path("/sys/fs/cgroup")
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, _, path = line.split(":", 2)
-        if number == "0":
-            folder = root / path.lstrip("/")
-            while True:
-                yield folder
-                if folder == root or root not in folder.parents:
-                    break
-                folder = folder.parent
-
-
-def _prefault(arena: Arena, threads: int) -> None:
+def _prefault(arena: Arena, threads: int, cancelled: threading.Event) -> None:
     """Touch every page from several threads: one alone takes 0.2 to 1 GB/s on a virtual machine (measured)."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -167,7 +120,7 @@ def _prefault(arena: Arena, threads: int) -> None:
 
     def touch() -> None:
         nonlocal done_bytes, told_bytes
-        while not failures:
+        while not failures and not cancelled.is_set():
             with lock:
                 start = next(steps, None)
             if start is None:
@@ -195,14 +148,18 @@ def _prefault(arena: Arena, threads: int) -> None:
         worker.start()
     for worker in workers:
         worker.join()
+    if cancelled.is_set():
+        raise StartCancelled("told to stop while the arena was prefaulted")
     if failures and failures[0] not in (errno.EINVAL, errno.ENOSYS):
         raise OSError(failures[0], os.strerror(failures[0]))
     if failures:
-        _prefault_by_hand(arena)
+        _prefault_by_hand(arena, cancelled)
 
 
-def _prefault_by_hand(arena: Arena) -> None:
+def _prefault_by_hand(arena: Arena, cancelled: threading.Event) -> None:
     """For kernels before 5.14: allocate, then read one byte a page so that our own mapping is filled too."""
-    os.posix_fallocate(arena.fd, 0, arena.size_bytes)
     for start in range(0, arena.size_bytes, _STEP_BYTES):
+        if cancelled.is_set():
+            raise StartCancelled("told to stop while the arena was prefaulted")
+        os.posix_fallocate(arena.fd, start, min(_STEP_BYTES, arena.size_bytes - start))
         bytes(arena.view[start : start + _STEP_BYTES : mmap.PAGESIZE])

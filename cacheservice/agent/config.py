@@ -160,6 +160,12 @@ class AgentConfig:
         "Size of the arena, with unit, as 2Gi. It is allocated in full at the start, so that it is charged to this "
         "process once and can't run out later.",
     )
+    wait_for_memory_seconds: float = _option(
+        _parse_seconds,
+        "Seconds to wait at the start until the arena fits into the memory that cgroups and machine have left: the one "
+        "before may still be mapped by engines. /readyz says what is missing; after that time the start fails.",
+        default=0.0, shown="0, fails at once",
+    )  # fmt: skip
     index: str = _option(
         _parse_index,
         "Where agents say what they hold: memory (this agent alone), redis://HOST:PORT/DB, rediss:// for TLS, "
@@ -194,7 +200,7 @@ class AgentConfig:
     )  # fmt: skip
     index_username_file: Path | None = _option(
         _parse_path,
-        "File with the user of Redis; trailing newline ignored. Read again at each connect.",
+        "File with the user of Redis; trailing newline ignored. Read again at each connect; no file, no user.",
         default=None, shown="the user in the URL, or Redis's default user",
     )  # fmt: skip
     index_password_file: Path | None = _option(

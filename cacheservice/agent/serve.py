@@ -1,9 +1,9 @@
 """Runs one agent: puts the parts together, serves, drains, stops.
 
-Order of the start: lock of the socket directory, arena (allocated and prefaulted), store, index (not waited for),
-both sockets, then health says SERVING. Order of the end: health says NOT_SERVING and nothing new is taken, what is in
-flight may finish, entries leave the index, then everything closes. Called by `command.py`; tests use `Agent` in their
-own process.
+Order of the start: lock of the socket directory, HTTP (alive, not ready), arena (waited for, allocated and prefaulted),
+store, index (not waited for), both sockets, then health says SERVING. Order of the end: health says NOT_SERVING and
+nothing new is taken, what is in flight may finish, entries leave the index, then everything closes. Called by
+`command.py`; tests use `Agent` in their own process.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from cacheservice.agent.byte_streams import ByteStreams
 from cacheservice.agent.config import AgentConfig, HostPort
 from cacheservice.agent.guarded_store import GuardedStore
 from cacheservice.agent.lookups import Lookups
+from cacheservice.agent.memory import wait_for_room
 from cacheservice.agent.messages import MAX_MESSAGE_BYTES
 from cacheservice.agent.metrics import Metrics, Readings
 from cacheservice.agent.pulls import PeerPulls
@@ -56,7 +57,7 @@ from cacheservice.agent.web import Pages, WebServer
 from cacheservice.client.values import TlsFiles
 from cacheservice.core.eviction import build_policy
 from cacheservice.core.store import SessionId, Store, StoreLimits
-from cacheservice.errors import ConfigError
+from cacheservice.errors import ConfigError, StartCancelled
 from cacheservice.index.open import build_index
 from cacheservice.index.port import Index, IndexHealth
 from cacheservice.v1 import admin_pb2_grpc, cache_pb2, cache_pb2_grpc
@@ -103,7 +104,11 @@ class Agent:
         self._undo: list[Callable[[], object]] = []
         self._drain_lock = threading.Lock()
         self._failed_part = ""
+        self._has_parts = False
+        """True once everything that the pages show is there."""
         self._is_ready = False
+        self._cancelled = threading.Event()
+        self._waits_for = ""
 
     # What `start` makes, in its order.
     _guarded: GuardedStore
@@ -119,12 +124,19 @@ class Agent:
     """Port of the TCP listener; 0 without one."""
 
     def start(self) -> None:
-        """Serve. Raises ConfigError when it can't; nothing is left behind then."""
+        """Serve. Raises ConfigError when it can't, StartCancelled after `cancel_start`; nothing is left behind then."""
         try:
             self._start()
         except BaseException:
             self._close()
             raise
+
+    def cancel_start(self) -> None:
+        """Have `start` give up soon, if it has not come to serving yet. May be called by a signal handler."""
+        self._cancelled.set()
+
+    def _note_wait(self, what: str) -> None:
+        self._waits_for = what
 
     def _start(self) -> None:
         config = self.config
@@ -132,6 +144,11 @@ class Agent:
         self._undo.append(_lock_directory(config.socket_dir))
         for path in (config.agent_socket, config.arena_socket):
             _unlink_stale(path)
+        if config.http is not None:
+            # First of all: making a large arena takes long, and probes want to know that somebody is at it.
+            self._web = WebServer(config.http, self._pages())
+            self._undo.append(self._web.stop)
+            self._web.start()
         index = self._given_index or build_index(
             config.index, key_prefix=config.key_prefix, username_file=config.index_username_file,
             password_file=config.index_password_file, tls_ca=config.index_ca_file,
@@ -139,7 +156,11 @@ class Agent:
         )  # fmt: skip
         self._index = index
         self._undo.append(index.close)
-        arena = build_arena(config.cpu)
+        if config.wait_for_memory_seconds:
+            wait_for_room(
+                config.cpu, config.wait_for_memory_seconds, cancelled=self._cancelled, tell=self._note_wait
+            )  # fmt: skip
+        arena = build_arena(config.cpu, cancelled=self._cancelled)
         self._arena = arena
         self._undo.append(arena.close)
         self._calls = ThreadPoolExecutor(
@@ -206,14 +227,10 @@ class Agent:
             clock=self._clock,
         )
         self._announcer.start()
-        if config.http is not None:
-            self._web = WebServer(config.http, self._pages())
-            self._undo.append(self._web.stop)
+        self._has_parts = True
         self._server.start()
         self._ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
         self._ticker.start()
-        if self._web is not None:
-            self._web.start()
         for service in ("", *SERVICES):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         self._is_ready = True
@@ -449,16 +466,24 @@ class Agent:
 
     def _pages(self) -> Pages:
         return Pages(
-            is_alive=lambda: not self._failed_part and self._arena_socket.is_serving, why_not_ready=self._why_not_ready,
-            metrics=self._metrics.exposition, status=self._status_page,
+            is_alive=self._is_alive, why_not_ready=self._why_not_ready, metrics=self._exposition,
+            status=self._status_page,
         )  # fmt: skip
+
+    def _is_alive(self) -> bool:
+        return not self._failed_part and (not self._has_parts or self._arena_socket.is_serving)
 
     def _why_not_ready(self) -> str:
         if self._draining.is_set():
             return "draining"
-        return "" if self._is_ready else "starting"
+        return "" if self._is_ready else self._waits_for or "starting"
 
-    def _status_page(self, *, with_outcomes: bool, request: str) -> Mapping[str, Any]:
+    def _exposition(self) -> bytes | None:
+        return self._metrics.exposition() if self._has_parts else None
+
+    def _status_page(self, *, with_outcomes: bool, request: str) -> Mapping[str, Any] | None:
+        if not self._has_parts:
+            return None
         sources = StatusSources(
             node=self.config.node, epoch=self.epoch, eviction=self.config.eviction.value,
             started_s=self._started_s, guarded=self._guarded, registry=self._registry,
@@ -497,10 +522,15 @@ def run_agent(config: AgentConfig) -> int:
             _log.warning("second signal; ending at once signal=%d", number)
             os._exit(1)
         asked.set()
+        agent.cancel_start()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    agent.start()
+    try:
+        agent.start()
+    except StartCancelled as error:
+        _log.info("stopped before it was ready: %s", error)
+        return 0
     # A full collection looks at every record of every shard, with all threads stopped. The store's records need none:
     # they are unlinked when they go. So what is here for good is left out, and only the young are looked at, which is
     # where the garbage of calls is.

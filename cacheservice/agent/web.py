@@ -27,8 +27,8 @@ _TIMEOUT_S = 5.0
 class StatusPage(Protocol):
     """Makes the value of /statusz."""
 
-    def __call__(self, *, with_outcomes: bool, request: str) -> Mapping[str, Any]:
-        """With the ring of outcomes, or without; with it, of requests whose id contains `request`."""
+    def __call__(self, *, with_outcomes: bool, request: str) -> Mapping[str, Any] | None:
+        """With the ring of outcomes, or without; with it, of requests whose id contains `request`. None: not yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ class Pages:
     """False when a restart is the only way out."""
     why_not_ready: Callable[[], str]
     """Empty when ready."""
-    metrics: Callable[[], bytes]
+    metrics: Callable[[], bytes | None]
+    """None while the agent starts."""
     status: StatusPage
 
 
@@ -120,13 +121,19 @@ class _Handler(BaseHTTPRequestHandler):
             why_not = self.pages.why_not_ready()
             self._send(503 if why_not else 200, f"{why_not or 'ok'}\n".encode())
         elif path == "/metrics":
-            self._send(200, self.pages.metrics(), kind="text/plain; version=0.0.4; charset=utf-8")
+            self._send_made(self.pages.metrics(), "text/plain; version=0.0.4; charset=utf-8")
         elif path == "/statusz":
-            self._send(200, self._status(query), kind="application/json")
+            self._send_made(self._status(query), "application/json")
         else:
             self._send(404, b"not here; there are /healthz, /readyz, /metrics and /statusz\n")
 
-    def _status(self, query: str) -> bytes:
+    def _send_made(self, body: bytes | None, kind: str) -> None:
+        if body is None:
+            self._send(503, f"{self.pages.why_not_ready() or 'starting'}\n".encode())
+        else:
+            self._send(200, body, kind=kind)
+
+    def _status(self, query: str) -> bytes | None:
         """`outcomes=1` adds the ring of outcomes, `request=ID` those of it that are of this request."""
         try:
             asked = parse_qs(query, max_num_fields=8)
@@ -135,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
         request = asked.get("request", [""])[0]
         with_outcomes = asked.get("outcomes", ["0"])[0] == "1" or bool(request)
         page = self.pages.status(with_outcomes=with_outcomes, request=request)
-        return json.dumps(page, separators=(",", ":")).encode()
+        return None if page is None else json.dumps(page, separators=(",", ":")).encode()
 
     do_HEAD = do_GET  # noqa: N815
 

@@ -52,7 +52,7 @@ class RedisLocation:
     password_file: Path | None = None
     """Read again at each connect; trailing line breaks are cut. Takes the place of `password`."""
     username_file: Path | None = None
-    """As `password_file`, for `username`."""
+    """As `password_file`, for `username`; while it is missing there is no user: a mounted Secret may have none."""
     tls: RedisTls | None = None
 
     @property
@@ -75,7 +75,11 @@ class RedisLocation:
         """The same with the user of now, from the file if there is one; OSError or UnicodeDecodeError as above."""
         if self.username_file is None:
             return self
-        return replace(self, username=_read_line(self.username_file, MAX_USERNAME_BYTES) or None)
+        try:
+            user = _read_line(self.username_file, MAX_USERNAME_BYTES)
+        except FileNotFoundError:
+            user = ""
+        return replace(self, username=user or None)
 
 
 def _read_line(path: Path, max_bytes: int) -> str:
