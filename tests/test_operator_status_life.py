@@ -819,6 +819,27 @@ def test_problems_are_the_worst_eight() -> None:
     assert len({(p["object"], p["reason"]) for p in found["problems"]}) == 8
 
 
+def test_what_waiting_cannot_heal_comes_first_among_problems() -> None:
+    full = with_pod(
+        healthy(),
+        "demo-cache-n2",
+        is_ready=False,
+        node="",
+        unschedulable="0/2 nodes: 2 Insufficient memory",
+    )
+    pulling = container("decode", is_ready=False, running_since=None, waiting_reason="ErrImagePull")
+    both = with_pod(
+        with_workload(full, "cache", ready=1),
+        "demo-decode-b",
+        is_ready=False,
+        containers=(pulling,),
+    )
+    found = seen(with_workload(both, "decode", ready=1))
+    assert short(found, "Ready") == ("False", "Unschedulable")
+    assert [p["reason"] for p in found["problems"]] == ["ImagePullFailed", "Unschedulable"]
+    assert short(found, "Stalled") == ("Unknown", "ImagePullFailed")
+
+
 def test_message_does_not_change_with_the_name_of_a_refused_pod() -> None:
     said = 'pods "demo-decode-66f-{}" is forbidden: exceeded quota: team'
     found = [

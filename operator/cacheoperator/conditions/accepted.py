@@ -127,7 +127,7 @@ def _errors(scene: Scene) -> list[ApplyError]:
 def _reason(error: ApplyError, scene: Scene) -> Reason:
     if error.reason == Reason.NAME_CONFLICT:
         return Reason.NAME_CONFLICT
-    if error.reason == Reason.QUOTA_EXCEEDED or "exceeded quota" in error.message:
+    if "exceeded quota" in error.message:
         return Reason.QUOTA_EXCEEDED
     has_template = _template_path(error, scene) is not None
     if has_template and any(words in error.message for words in UNKNOWN_FIELD):
