@@ -179,6 +179,34 @@ def test_operator_of_the_whole_cluster_has_its_permissions(
     helm("test", RELEASE, "--namespace", system.name, "--timeout", "90s")
 
 
+def test_users_get_kvcaches_with_the_roles_of_the_cluster(
+    request: pytest.FixtureRequest, places: tuple[Namespace, Namespace]
+) -> None:
+    if os.environ.get("LARDER_E2E_SHARED"):
+        pytest.skip("LARDER_E2E_SHARED is set: the aggregated roles are not installed")
+    request.getfixturevalue("installation")
+    _, team = places
+    may = {
+        "view": {"get"},
+        "edit": {"get", "create"},
+        "admin": {"get", "create", "deletecollection"},
+    }
+    for role, expected in may.items():
+        team.kubectl(
+            "create", "rolebinding", f"a-{role}", f"--clusterrole={role}", f"--user=a-{role}"
+        )
+        for verb in sorted(may["admin"]):
+            # The controller that aggregates takes a moment; `no` ends with 1.
+            ask = ("auth", "can-i", verb, "kvcaches.larder.dev", f"--as=a-{role}")
+            if verb in expected:
+                until(
+                    f"{role} may {verb}", lambda ask=ask: "yes" in team.kubectl(*ask), timeout_s=20
+                )
+            else:
+                with pytest.raises(CommandFailed, match="no"):
+                    team.kubectl(*ask)
+
+
 def test_helm_test_proves_permissions_and_admission(
     places: tuple[Namespace, Namespace], release: dict[str, Any]
 ) -> None:

@@ -3,91 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import dashboard_queries
 import pytest
 from agent_process import AgentProcess, a_namespace
 from agent_stub import StubSession, bytes_of, key_of
 from cacheoperator import metrics as operator_metrics
+from dashboard_queries import DASHBOARDS, Samples, check, queries, samples_of, selectors
 from prometheus_client import generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 from cacheservice.agent.metrics import GAUGES, PREFIX, TOTALS
 from cacheservice.v1 import cache_pb2
-
-DASHBOARDS = Path(__file__).resolve().parent.parent / "charts" / "larder" / "dashboards"
-FUNCTIONS = {
-    "sum", "max", "count", "rate", "time", "vector", "histogram_quantile", "label_values", "by", "or",
-}  # fmt: skip
-OF_PROMETHEUS = {"namespace", "pod", "le"}
-"""Labels that a scrape by PodMonitor adds, and that of histograms."""
-
-Samples = dict[str, list[dict[str, str]]]
-
-
-def _queries(dashboard: str) -> Iterator[tuple[str, str]]:
-    """(where, expression) of all panels and variables."""
-    board = json.loads((DASHBOARDS / dashboard).read_text())
-    for panel in board["panels"]:
-        for target in panel["targets"]:
-            yield panel["title"], target["expr"]
-    for variable in board["templating"]["list"]:
-        if variable["type"] == "query":
-            yield f"${variable['name']}", variable["query"]["query"]
-
-
-def _selectors(expression: str) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
-    """(metric, [(label, operator, value)]) of each vector selector. AssertionError on what is not understood."""
-    bare = re.sub(r'"[^"]*"', lambda m: "_" * len(m[0]), expression)
-    assert bare.count("(") == bare.count(")"), expression
-    assert bare.count("{") == bare.count("}"), expression
-    inner = re.sub(r"\{[^}]*\}|\[[^\]]*\]|\bby \([^)]*\)", lambda m: " " * len(m[0]), bare)
-    for found in re.finditer(r"[a-zA-Z_:][a-zA-Z0-9_:]*", inner):
-        word, end = found[0], found.end()
-        if word in FUNCTIONS or (word in OF_PROMETHEUS and "label_values" in expression):
-            continue
-        matchers = []
-        if expression[end : end + 1] == "{":
-            text = expression[end + 1 : bare.index("}", end)]
-            matchers = re.findall(r'(\w+)(=~|!~|!=|=)"([^"]*)"', text)
-            assert text == ", ".join(f'{n}{o}"{v}"' for n, o, v in matchers), expression
-        yield word, matchers
-
-
-def _grouping(expression: str) -> set[str]:
-    return {
-        label.strip()
-        for found in re.findall(r"\bby \(([^)]*)\)", expression)
-        for label in found.split(",")
-    }
-
-
-def _samples(text: str) -> Samples:
-    samples: Samples = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            samples.setdefault(sample.name, []).append(dict(sample.labels))
-    return samples
-
-
-def _check(dashboard: str, samples: Samples) -> None:
-    for where, expression in _queries(dashboard):
-        selectors = list(_selectors(expression))
-        assert selectors, f"{where}: {expression} asks for nothing"
-        known: set[str] = set(OF_PROMETHEUS)
-        for metric, matchers in selectors:
-            assert metric in samples, f"{dashboard}, {where}: nothing is called {metric}"
-            labels = {name for sample in samples[metric] for name in sample}
-            known |= labels
-            for label, operator, value in matchers:
-                assert label in labels | OF_PROMETHEUS, f"{where}: {metric} has no label {label}"
-                if label in labels and operator == "=":
-                    values = {sample[label] for sample in samples[metric]}
-                    assert value in values, f"{where}: {metric} never has {label}={value}"
-        assert _grouping(expression) <= known, f"{where}: {expression}"
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +36,11 @@ def agent_scrape() -> Samples:
         status, body = agent.get("/metrics")
         assert status == 200
         session.close()
-    return _samples(body.decode())
+    return samples_of(body.decode())
 
 
 def test_agents_dashboard_asks_for_what_a_real_agent_serves(agent_scrape: Samples) -> None:
-    _check("agents.json", agent_scrape)
+    check("agents.json", agent_scrape)
 
 
 def test_agents_dashboard_uses_names_of_the_metrics_file() -> None:
@@ -121,8 +49,8 @@ def test_agents_dashboard_uses_names_of_the_metrics_file() -> None:
         *(f"{PREFIX}{name}_total" for name in TOTALS),
         *(f"{PREFIX}{name}" for name in ("calls_total", "call_seconds_bucket", "outcomes_total")),
     }
-    for where, expression in _queries("agents.json"):
-        for metric, _ in _selectors(expression):
+    for where, expression in queries("agents.json"):
+        for metric, _ in selectors(expression):
             assert metric in names, f"{where}: {metric}"
 
 
@@ -139,7 +67,7 @@ def test_operator_dashboard_asks_for_what_the_operator_has() -> None:
             samples[family.name + suffix] = [dict.fromkeys(labels, "")]
     exposed = generate_latest(operator_metrics.registry).decode()
     assert "larder_operator_resources" in exposed
-    _check("operator.json", samples)
+    check("operator.json", samples)
 
 
 @pytest.mark.parametrize(
@@ -155,9 +83,9 @@ def test_operator_dashboard_asks_for_what_the_operator_has() -> None:
 def test_the_check_finds_faults(
     expression: str, fault: str, agent_scrape: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(globals(), "_queries", lambda _: iter([("panel", expression)]))
+    monkeypatch.setattr(dashboard_queries, "queries", lambda _: iter([("panel", expression)]))
     with pytest.raises(AssertionError, match=fault):
-        _check("agents.json", agent_scrape)
+        check("agents.json", agent_scrape)
 
 
 @pytest.mark.parametrize("path", sorted(DASHBOARDS.glob("*.json")), ids=lambda path: path.name)
