@@ -20,6 +20,7 @@ from rich.text import Text
 from cacheservice import __version__
 from cacheservice.cli.bench import bench_app
 from cacheservice.errors import ConfigError, LarderError
+from cacheservice.kubectl.commands import kubectl_app
 from cacheservice.local.processes import Interrupted, termination_raises
 from cacheservice.manifest import ManifestRefused
 
@@ -31,6 +32,9 @@ app = typer.Typer(
     help="Larder keeps the KV cache of language models, so that no prompt prefix is computed twice.",
 )  # fmt: skip
 app.add_typer(bench_app)
+app.add_typer(kubectl_app, help="The same as kubectl larder: what a KVCache in a cluster is doing.")
+PLUGIN = "kubectl-larder"
+"""Name of the program that kubectl runs for `kubectl larder`."""
 
 DirOption = Annotated[
     Path,
@@ -133,7 +137,9 @@ def version(as_json: JsonOption = False) -> None:
 
 
 def main() -> None:
-    """The entry point of `larder` and `kubectl-larder`."""
+    """The entry point of `larder` and `kubectl-larder`: by the name that it was started with."""
+    if Path(sys.argv[0]).name.startswith(PLUGIN):
+        sys.exit(exit_code(lambda: kubectl_app(prog_name="kubectl larder", standalone_mode=False)))
     sys.exit(exit_code(lambda: app(standalone_mode=False)))
 
 
