@@ -10,6 +10,7 @@ import copy
 import os
 import shutil
 import subprocess
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -364,6 +365,18 @@ def test_helm_refuses_wrong_values(setting: str, word: str) -> None:
     done = run_helm("template", "larder", str(CHART), "--set", setting)
     assert done.returncode != 0
     assert word in done.stderr
+
+
+def test_package_has_all_that_a_release_needs(tmp_path: Path) -> None:
+    done = run_helm("package", str(CHART), "--destination", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(tmp_path / "larder-0.1.0.tgz") as package:
+        names = {member.name.removeprefix("larder/") for member in package.getmembers()}
+    assert names >= {
+        "Chart.yaml", "values.yaml", "values.schema.json", "images.txt", "files/kvcaches.yaml",
+        "dashboards/agents.json", "dashboards/operator.json", "templates/NOTES.txt",
+    }  # fmt: skip
+    assert not any("golden" in name or name.endswith(".py") for name in names)
 
 
 def test_an_umbrella_chart_may_have_globals_of_its_own(tmp_path: Path) -> None:
