@@ -14,6 +14,7 @@ from cacheoperator import names
 from cacheoperator.install_check import NEEDED
 from cacheoperator.kinds import child_kinds, kind_of
 from cacheoperator.objects import connection
+from cacheoperator.probe import Question, probe_pod
 from cacheoperator.refs import KeyPair, Refs, SharedMemoryVerdict, TlsMaterial
 from cacheoperator.render import render
 from cacheoperator.settings import Images, Settings
@@ -174,7 +175,9 @@ def test_page_says_who_is_let_in(whole: tuple[Object, ...]) -> None:
                     if "larder.dev/engine-of" in labels:
                         word = "larder.dev/engine-of"
                     else:
-                        word = words[labels["app.kubernetes.io/name"]](labels)
+                        # The probe has no name, so that nothing takes it for a pod of a component.
+                        name = labels.get("app.kubernetes.io/name", names.APP_NAME)
+                        word = words[name](labels)
                     assert word in said[key], f"{key}: the page does not say {word}"
     assert seen == set(said)
 
@@ -202,6 +205,8 @@ def test_page_says_what_each_container_may_do(whole: tuple[Object, ...]) -> None
     for name, pod in _pods(whole).items():
         for container, is_init in _containers(pod):
             there[name, container["name"], is_init] = _abilities(pod, container)
+    probe = _probe_pod()["spec"]
+    there["demo-probe", "probe", False] = _abilities(probe, probe["containers"][0])
     there["larder-operator", "operator", False] = (
         _operator_pod()["uid"], [], [], [], ["larder-operator"],
     )  # fmt: skip
@@ -238,6 +243,25 @@ def _abilities(
         assert pod["automountServiceAccountToken"] is False
     capabilities = security["capabilities"].get("add", [])
     return security["runAsUser"], capabilities, sorted(secrets), host_paths, account
+
+
+def _probe_pod() -> Object:
+    manifest = _manifest("  engine: {apiKeySecretRef: {name: demo-api}}\n")
+    question = Question(
+        prefill="10.0.0.1:8000", decode="10.0.0.2:8000", model="m", num_tokens=513, salt="s"
+    )
+    return probe_pod(manifest, SETTINGS, _refs().uid, question)
+
+
+def test_engines_let_the_probe_in(whole: tuple[Object, ...]) -> None:
+    labels = _probe_pod()["metadata"]["labels"]
+    for name in ("demo-prefill", "demo-decode"):
+        (policy,) = [
+            o for o in whole if (o["kind"], o["metadata"]["name"]) == ("NetworkPolicy", name)
+        ]
+        peers = [peer for rule in policy["spec"]["ingress"] for peer in rule["from"]]
+        wanted = [peer["podSelector"]["matchLabels"] for peer in peers if "podSelector" in peer]
+        assert any(selector.items() <= labels.items() for selector in wanted), name
 
 
 def test_without_shared_memory_nothing_is_root_or_on_the_host() -> None:

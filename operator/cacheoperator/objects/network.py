@@ -54,8 +54,8 @@ def build(manifest: KVCacheManifest, refs: Refs, settings: Settings) -> list[Obj
     if manifest.redis.embedded is not None:
         rules[Component.REDIS] = [_rule([agents], names.REDIS_PORT)]
     if manifest.decode is not None:
-        probe = {**names.selector_labels(manifest.name, Component.DECODE)}
-        probe[names.COMPONENT_LABEL] = PROBE_COMPONENT
+        # It has no name label: what selects our pods is not to select this one.
+        probe = {names.INSTANCE_LABEL: manifest.name, names.COMPONENT_LABEL: PROBE_COMPONENT}
         router = _pods(names.selector_labels(manifest.name, Component.ROUTER))
         from_router = _rule([router, operator, _pods(probe), *scrapers], names.ENGINE_PORT)
         has_router = manifest.router.type is not RouterType.NONE
