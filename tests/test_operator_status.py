@@ -266,7 +266,7 @@ CASES = [
         "7 too few GPUs",
         broken_decode(
             {"running_since": None},
-            {"node": "", "phase": "Pending", "gpu_request": 8, "unschedulable": "0/6 nodes are available: 6 Insufficient nvidia.com/gpu."},
+            {"node": "", "phase": "Pending", "gpu_request": 8, "unschedulable": "0/6 nodes are available: 6 Insufficient nvidia.com/gpu. no new claims to deallocate, preemption: 0/6 nodes are available: 6 No preemption victims found for incoming pod."},
         ),
         "EnginesReady", "False", "Unschedulable",
         "pod/demo-decode-b: 0/6 nodes are available: 6 Insufficient nvidia.com/gpu (asks 8 nvidia.com/gpu): add nodes with free "

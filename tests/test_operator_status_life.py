@@ -79,13 +79,27 @@ def test_external_redis_is_unknown_until_an_agent_asks_it() -> None:
     found = seen(observed, spec=spec)
     assert short(found, "RedisReady") == ("Unknown", "AwaitingAgents")
     assert condition(found, "RedisReady")["message"] == (
-        "valkey:6380: no agent runs yet that could ask it (see CacheReady)"
+        "valkey:6380: no agent has asked it yet (see CacheReady)"
     )
     assert found["summary"]["redis"] == "AwaitingAgents"
-    assert short(seen(healthy(agents=()), spec=spec), "RedisReady") == (
-        "Unknown",
-        "AgentsUnreadable",
+    unread = with_agents(healthy(), problem="timed out")
+    assert short(seen(unread, spec=spec), "RedisReady") == ("Unknown", "AgentsUnreadable")
+    for name in ("demo-cache-n1", "demo-cache-n2"):
+        unread = with_pod(unread, name, ready_since=NOW - MINUTE)
+    assert short(seen(unread, spec=spec), "RedisReady") == ("Unknown", "AwaitingAgents")
+    assert seen(unread, spec=spec)["problems"] == []
+
+
+def test_agent_that_has_not_asked_redis_yet_says_nothing_of_it() -> None:
+    """Seen on a cluster: it starts as unreachable, for no reason."""
+    fresh = with_agents(
+        healthy(), index_health="unreachable", index_message="Redis at x has not been asked yet"
     )
+    assert short(seen(fresh), "RedisReady") == ("True", "Ready")
+    spec = ENGINES_SPEC + "redis: {external: {address: 'valkey:6380'}}"
+    assert short(seen(fresh, spec=spec), "RedisReady") == ("Unknown", "AwaitingAgents")
+    one = replace(fresh, agents=(fresh.agents[0], healthy().agents[1]))
+    assert short(seen(one, spec=spec), "RedisReady") == ("True", "Ready")
 
 
 def test_embedded_redis_speaks_for_itself_before_agents_do() -> None:
@@ -722,6 +736,8 @@ def test_transport_is_the_slowest_in_use() -> None:
         "shared memory is set up, but demo-decode-b could not use it: see the log of container vllm"
     )
     assert short(found, "TransferVerified") == ("True", "FallbackStream")
+    quiet = healthy(transport_reason="")
+    assert seen(quiet)["transportReason"] == "namespace serving lets pods mount the socket folder"
     wanted = seen(
         with_agents(healthy(transport="Stream", transport_reason="spec.cache.transport is Stream")),
         spec=ENGINES_SPEC.replace("cache: {", "cache: {transport: Stream, "),
@@ -785,6 +801,45 @@ def test_kill_for_memory_stays_a_problem_for_a_while_after_the_pod_is_ready_agai
         ("pod/demo-cache-n1", "OOMKilled")
     ]
     assert seen(replace(observed, now=NOW + 2 * MINUTE))["problems"] == []
+
+
+def ended(**changes) -> Observed:
+    """decode-b runs again after it ended with 137."""
+    told = {
+        "running_since": NOW - MINUTE, "restarts": 1, "ended_reason": "Error", "ended_exit_code": 137,
+        "ended_started_at": NOW - 3 * MINUTE, "ended_at": NOW - 2 * MINUTE,
+    }  # fmt: skip
+    return broken_decode({**told, **changes})
+
+
+def test_kill_is_a_startup_timeout_only_when_the_run_was_that_long() -> None:
+    def reason(**changes) -> str:
+        return short(seen(ended(**changes)), "EnginesReady")[1]
+
+    long_ago = NOW - 2 * MINUTE - timedelta(seconds=1810)
+    assert reason() == "ModelLoading"  # once is no loop
+    assert reason(ended_started_at=long_ago) == "StartupTimeout"
+    assert reason(ended_started_at=long_ago, ended_exit_code=1) == "ModelLoading"
+    assert reason(ended_started_at=long_ago - 5 * MINUTE) == "ModelLoading"
+    assert reason(ended_started_at=None) == "ModelLoading"
+
+
+def test_crash_loop_is_one_also_while_the_container_runs() -> None:
+    assert short(seen(ended(restarts=2)), "EnginesReady") == ("False", "CrashLooping")
+    backing_off = ended(running_since=None, waiting_reason="CrashLoopBackOff")
+    assert short(seen(backing_off), "EnginesReady") == ("False", "CrashLooping")
+
+
+def test_pods_that_are_being_deleted_have_no_trouble() -> None:
+    going = with_pod(ended(restarts=2), "demo-decode-b", is_deleting=True)
+    found = seen(with_workload(going, "decode", ready=1))
+    assert short(found, "EnginesReady") == ("False", "Starting")
+    assert found["problems"] == []
+
+
+def test_leftover_of_an_eviction_is_no_trouble_when_all_is_complete() -> None:
+    left = pod("decode", "demo-decode-z", is_ready=False, phase="Failed", failed="Evicted: memory")
+    assert short(seen(replace(healthy(), pods=(*healthy().pods, left))), "Ready")[0] == "True"
 
 
 def test_problems_are_the_worst_eight() -> None:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from cacheoperator.conditions import wording, workloads
 from cacheoperator.conditions.finding import Decision, Finding, Problem, Scene, decide
 from cacheoperator.conditions.reasons import Reason
-from cacheoperator.conditions.troubles import recent_kills
+from cacheoperator.conditions.troubles import has_stood, recent_kills
 from cacheoperator.names import ENGINES, Component
 from cacheservice.manifest import UpdateStrategy
 
@@ -122,7 +122,7 @@ def _is_settled(scene: Scene) -> bool:
 
 
 def _unreadable(scene: Scene) -> tuple[Problem, ...]:
-    ready_pods = {pod.name for pod in scene.observed.pods if pod.is_ready and not pod.is_deleting}
+    settled = {p.name for p in scene.observed.pods if has_stood(scene, p) and not p.is_deleting}
     return tuple(
         Problem(
             f"pod/{agent.pod}",
@@ -131,5 +131,5 @@ def _unreadable(scene: Scene) -> tuple[Problem, ...]:
             "let it reach port 7501",
         )
         for agent in sorted(scene.observed.agents, key=lambda agent: (agent.node, agent.pod))
-        if agent.problem and agent.pod in ready_pods
+        if agent.problem and agent.pod in settled
     )

@@ -5,9 +5,12 @@ The operator never speaks to Redis: an embedded one is judged by its pod first, 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cacheoperator.conditions import wording, workloads
 from cacheoperator.conditions.finding import Decision, Finding, Problem, Scene, decide
 from cacheoperator.conditions.reasons import Reason
+from cacheoperator.conditions.troubles import has_stood
 from cacheoperator.names import Component, workload_name
 from cacheoperator.observed import AgentReport
 
@@ -78,16 +81,28 @@ def agents_in_trouble(scene: Scene) -> Finding | None:
 
 def no_agent_yet(scene: Scene) -> Finding | None:
     """An external Redis that nobody has asked yet: agents are the only ones that speak to it."""
-    if _is_embedded(scene) or readable_agents(scene):
+    if _is_embedded(scene) or any(has_asked(agent) for agent in readable_agents(scene)):
         return None
-    if any(pod.component == Component.CACHE and pod.is_ready for pod in scene.observed.pods):
-        message = (
-            f"{address(scene)}: agents are ready, but the operator can't read what they say: "
-            f"let it reach their port 7501"
-        )
-        return Finding("Unknown", Reason.AGENTS_UNREADABLE, message)
-    message = f"{address(scene)}: no agent runs yet that could ask it (see CacheReady)"
-    return Finding("Unknown", Reason.AWAITING_AGENTS, message)
+    said = unreadable(scene) or Finding(
+        "Unknown", Reason.AWAITING_AGENTS, "no agent has asked it yet (see CacheReady)"
+    )
+    return replace(said, message=f"{address(scene)}: {said.message}")
+
+
+def unreadable(scene: Scene) -> Finding | None:
+    """Agents that have been ready for a while, none of which the operator can read."""
+    failed = {agent.pod for agent in scene.observed.agents if agent.problem}
+    settled = [
+        pod
+        for pod in scene.observed.pods
+        if pod.component == Component.CACHE and pod.name in failed and has_stood(scene, pod)
+    ]
+    if not settled or readable_agents(scene):
+        return None
+    message = (
+        "agents are ready, but the operator can't read what they say: let it reach their port 7501"
+    )
+    return Finding("Unknown", Reason.AGENTS_UNREADABLE, message)
 
 
 def ready(scene: Scene) -> Finding:
@@ -105,16 +120,19 @@ CHECKS = (
 
 
 def index_reason(agent: AgentReport) -> Reason | None:
-    """What one agent says of its index; None when it is well. Agents before protocol 2 give no reason."""
+    """What one agent says of its index; None when it is well, or has not asked yet."""
     if agent.index_reason:
         try:
             found = Reason(agent.index_reason)
         except ValueError:
             return Reason.REFUSED
         return found if found in WORST_FIRST else Reason.REFUSED
-    if agent.index_health in ("", "ready"):
-        return None
-    return Reason.UNREACHABLE if agent.index_health == "unreachable" else Reason.REFUSED
+    return None if agent.index_health == "ready" or not has_asked(agent) else Reason.REFUSED
+
+
+def has_asked(agent: AgentReport) -> bool:
+    """Whether the agent has heard of its index since it started: before that it is `unreachable` for no reason."""
+    return bool(agent.index_reason) or agent.index_health not in ("", "unreachable")
 
 
 def address(scene: Scene) -> str:

@@ -13,20 +13,19 @@ Invariants: no verdict comes from settings alone; while engines are being replac
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from cacheoperator.conditions import wording, workloads
 from cacheoperator.conditions.finding import Decision, Finding, Problem, Scene, decide
 from cacheoperator.conditions.reasons import Reason
-from cacheoperator.conditions.redis import readable_agents
-from cacheoperator.conditions.troubles import ENGINE_CONTAINER, place
+from cacheoperator.conditions.redis import readable_agents, unreadable
+from cacheoperator.conditions.troubles import ENGINE_CONTAINER, STANDS_AFTER, has_stood, place
 from cacheoperator.names import ENGINES, Component
-from cacheoperator.observed import EngineSession, Pair, Pod
+from cacheoperator.observed import EngineSession, Pair
 from cacheservice.manifest import Transport, Verify
 
 MIN_CHUNKS = 20
-REGISTERS_WITHIN = timedelta(seconds=60)
 MAX_PAIRS = 8
 MAX_FIELDS = 8
 MAX_VALUE = 80
@@ -95,6 +94,10 @@ def transport(scene: Scene) -> tuple[str, str]:
             f"shared memory is set up, but {wording.listed(engines)} could not use it: see the log of container "
             f"{ENGINE_CONTAINER}"
         )
+    if not reason and decided:
+        reason = f"spec.cache.transport is {scene.manifest.cache.transport}"
+        if scene.manifest.cache.transport is Transport.AUTO:
+            reason = f"namespace {scene.manifest.namespace} lets pods mount the socket folder"
     return decided, reason
 
 
@@ -258,11 +261,11 @@ def connector_missing(scene: Scene) -> Finding | None:
     """Engines that serve and have no session with the agent of their node, which answers."""
     registered = {session.engine for agent in readable_agents(scene) for session in agent.sessions}
     answering = {agent.node: agent.pod for agent in readable_agents(scene) if not agent.is_draining}
-    settled = {pod.name for pod in scene.observed.pods if _stood(scene, pod)}
+    settled = {pod.name for pod in scene.observed.pods if has_stood(scene, pod)}
     silent = [
         pod
         for pod in sorted(scene.observed.pods, key=lambda pod: (pod.created_at, pod.name))
-        if pod.component in ENGINES and not pod.is_deleting and _stood(scene, pod)
+        if pod.component in ENGINES and not pod.is_deleting and has_stood(scene, pod)
         if pod.name not in registered and answering.get(pod.node, "") in settled
     ]
     if not silent:
@@ -277,14 +280,6 @@ def connector_missing(scene: Scene) -> Finding | None:
         )
         problems.append(Problem(f"pod/{pod.name}", Reason.CONNECTOR_MISSING, message))
     return Finding("False", Reason.CONNECTOR_MISSING, problems[0].message, True, tuple(problems))
-
-
-def _stood(scene: Scene, pod: Pod) -> bool:
-    return (
-        pod.is_ready
-        and pod.ready_since is not None
-        and scene.observed.now - pod.ready_since > REGISTERS_WITHIN
-    )
 
 
 def contrary_evidence(scene: Scene) -> Finding | None:
@@ -413,10 +408,8 @@ def scaled_to_zero(scene: Scene) -> Finding | None:
 def awaiting_agents(scene: Scene) -> Finding | None:
     if readable_agents(scene):
         return None
-    if any(pod.component == Component.CACHE and pod.is_ready for pod in scene.observed.pods):
-        message = "agents are ready, but the operator can't read what they say: let it reach their port 7501"
-        return Finding("Unknown", Reason.AGENTS_UNREADABLE, message)
-    return Finding("Unknown", Reason.AWAITING_AGENTS, "no agent runs yet (see CacheReady)")
+    awaiting = Finding("Unknown", Reason.AWAITING_AGENTS, "no agent runs yet (see CacheReady)")
+    return unreadable(scene) or awaiting
 
 
 def awaiting_engines(scene: Scene) -> Finding | None:
@@ -452,7 +445,7 @@ def probed(scene: Scene) -> Finding | None:
             message,
             problems=(Problem(what, Reason.PROBE_FAILED, message),),
         )
-    if scene.observed.now - probe.at <= REGISTERS_WITHIN:
+    if scene.observed.now - probe.at <= STANDS_AFTER:
         return None
     message = (
         "both engines answered the probe, but decode did not read what prefill stored (fingerprint "

@@ -6,6 +6,7 @@ the cause and the remedy, and hold no counts of restarts or times that pass. Use
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,7 +32,10 @@ PROBE_LATE = timedelta(seconds=120)
 """A run that the startup probe ends lasts as long as it allows: a probe's period less, or the pod's grace more."""
 RECENT = timedelta(minutes=10)
 """How long an OOM kill is shown after the container is ready again."""
+STANDS_AFTER = timedelta(seconds=60)
 ENGINE_CONTAINER = "vllm"
+SCHEDULER_ASIDE = re.compile(r"\.? (no new claims to deallocate|preemption: ).*", re.DOTALL)
+"""What kube-scheduler 1.35 adds after the reason: what it thought of evicting others."""
 
 SEVERITY = (
     Reason.SECRET_NOT_FOUND, Reason.CONFIG_MAP_NOT_FOUND, Reason.IMAGE_PULL_FAILED, Reason.INIT_FAILED,
@@ -81,6 +85,15 @@ def recent_kills(scene: Scene, components: Iterable[str]) -> tuple[Problem, ...]
         for container in pod.containers
         if container.ended_reason == "OOMKilled" and container.ended_at is not None
         if scene.observed.now - container.ended_at < RECENT
+    )
+
+
+def has_stood(scene: Scene, pod: Pod) -> bool:
+    """Whether a pod has been ready long enough for others to have noticed."""
+    return (
+        pod.is_ready
+        and pod.ready_since is not None
+        and scene.observed.now - pod.ready_since > STANDS_AFTER
     )
 
 
@@ -243,7 +256,7 @@ def _unscheduled(pod: Pod, scene: Scene) -> Trouble | None:
         if pod.gpu_request
         else ""
     )
-    said = wording.sentence_end(pod.unschedulable)
+    said = wording.sentence_end(SCHEDULER_ASIDE.sub("", pod.unschedulable))
     if "persistentvolumeclaim" in said:
         remedy = "create or correct spec.model.volumeClaimName"
     elif pod.component == Component.CACHE:
