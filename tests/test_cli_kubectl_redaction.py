@@ -46,6 +46,7 @@ def test_what_looks_like_a_secret_is_left_out_of_text(text: str) -> None:
     [
         "hit_tokens=896 asked_tokens=1000",
         "--max-num-batched-tokens 2048 --port 8000",
+        '"bytes_per_token": 1024,"tokens_per_chunk":256',
         "LARDER_KEY_FILE=/etc/larder/tls/tls.key",
         "HF_TOKEN:  <set to the key 'token' in secret 'hf'>  Optional: false",
         'secret "demo-agent-tls" not found',

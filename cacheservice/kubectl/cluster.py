@@ -89,7 +89,10 @@ class Kubectl:
 
     def object(self, *words: str, namespace: str | None = None) -> dict[str, Any]:
         """The JSON object that `kubectl … -o json` prints. Raises ClusterError, Forbidden or NotThere."""
-        found = json.loads(self.text(*words, "-o", "json", namespace=namespace))
+        try:
+            found = json.loads(self.text(*words, "-o", "json", namespace=namespace))
+        except ValueError as error:
+            raise ClusterError(f"kubectl {' '.join(words)} answered no JSON: {error}") from error
         if not isinstance(found, dict):
             raise ClusterError(f"kubectl {' '.join(words)} answered no object")
         return found

@@ -15,7 +15,7 @@ _COPIES = frozenset({"kubectl.kubernetes.io/last-applied-configuration"})
 _SECRET_WORDS = "pass(?:word|wd|phrase)|secret|token|api[-_]?key|credential|authorization"
 _SECRET_NAME = re.compile(rf"(?i)(?:{_SECRET_WORDS}|\w[-_](?:key|auth|pw|pwd)$)")
 _HARMLESS_NAME = re.compile(
-    r"(?i)(?:file|path|dir|ref|name|namespace|tokens|per[-_]?chunk|mount.*)$"
+    r"(?i)(?:file|path|dir|ref|name|namespace|tokens|per[-_]?(?:chunk|token)|mount.*)$"
 )
 """A name like LARDER_KEY_FILE or max-num-batched-tokens holds no secret."""
 _FLAG = re.compile(r"^--?(?P<name>[\w.-]+)(?P<rest>=.*)?$", re.DOTALL)

@@ -183,7 +183,11 @@ def _agent(report: Report, kubectl: Kubectl, namespace: str, pod: str, problem: 
     except LarderError as error:
         report.text(f"agents/{pod}", _raiser(str(error)))
         return
-    report.text(f"agents/{pod}.statusz.json", lambda: status)
+    try:
+        page = json.loads(status)
+    except ValueError:
+        page = status
+    report.json(f"agents/{pod}.statusz.json", lambda: page)
     report.text(f"agents/{pod}.metrics.txt", lambda: metrics)
 
 
