@@ -629,6 +629,16 @@ def test_evidence_of_the_old_pair_holds_while_the_new_one_is_verified() -> None:
     assert unproven_pairs(Scene(manifest(), moved, done)) == ()
 
 
+def test_at_rest_every_pair_in_use_must_be_verified() -> None:
+    engines = (*sessions("demo-prefill-a", "prefill"), *sessions("demo-prefill-b", "prefill", D2))
+    decodes = (*sessions("demo-decode-a", "decode"), *sessions("demo-decode-b", "decode", D2))
+    observed = healthy(agents=(agent("n1", (*engines, *decodes), flows=(READ,)), agent("n2")))
+    observed = replace(observed, pods=(*observed.pods, pod("prefill", "demo-prefill-b")))
+    found = seen(with_workload(observed, "prefill", wanted=2, ready=2, updated=2))
+    assert short(found, "TransferVerified") == ("Unknown", "AwaitingTraffic")
+    assert "(fingerprint 2b2b2b2b)" in condition(found, "TransferVerified")["message"]
+
+
 def test_fingerprints_that_differ_in_a_rollout_are_no_mismatch() -> None:
     observed = healthy(
         agents=(

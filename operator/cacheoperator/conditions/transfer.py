@@ -174,7 +174,7 @@ def _verdict(scene: Scene, key: tuple[str, str], known: str) -> str:
     if is_busy and window is not None and not window.loaded and stored and found:
         return NOTHING_READ
     if not read:
-        return known if known != LAYOUT_MISMATCH else ""
+        return known
     if known == NOTHING_READ and (window is None or not window.loaded):
         return known  # it was read once, and not since
     return VERIFIED
