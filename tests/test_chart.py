@@ -274,6 +274,43 @@ def test_questions_follow_what_is_watched() -> None:
     )
 
 
+STORED = {"spec": {"cache": {"cpu": "8Gi"}}}
+
+
+@pytest.mark.parametrize(
+    ("answers", "fault"),
+    [
+        ([(201, STORED), (422, f"... {install_check.REFUSAL}: ...")], None),
+        ([(404, "the server could not find the requested resource")], "is not served"),
+        ([(403, "forbidden")], r"was refused \(403\): forbidden"),
+        ([(201, {"spec": {}}), (422, install_check.REFUSAL)], "without defaults"),
+        ([(201, STORED), (201, STORED)], "CEL rules are not in force"),
+        ([(201, STORED), (422, "spec.prefill: Invalid value")], "CEL rules are not in force"),
+    ],
+)
+def test_admission_check_finds_what_is_wrong(
+    answers: list[tuple[int, object]], fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of an API server, in order; helm test on a real one is in e2e/test_chart_install.py."""
+    given = iter(answers)
+    asked = []
+
+    def dry_run(namespace: str, body: Mapping[str, Any]) -> tuple[int, object]:
+        asked.append((namespace, body))
+        return next(given)
+
+    monkeypatch.setattr(install_check, "_dry_run", dry_run)
+    monkeypatch.setattr(install_check, "_SERVED_WITHIN_S", 0.0)
+    faults = list(install_check._admission_faults("somewhere"))
+    assert {namespace for namespace, _ in asked} == {"somewhere"}
+    assert len(asked) == len(answers)
+    if fault is None:
+        assert faults == []
+    else:
+        (found,) = faults
+        assert re.search(fault, found)
+
+
 def test_first_resource_is_the_same_everywhere() -> None:
     minimal = yaml.safe_load((ROOT / "examples" / "minimal.yaml").read_text())
     shown = re.search(r"<<EOF\n(.*?)\n   EOF", TEMPLATES["NOTES.txt"], re.DOTALL)
