@@ -1,0 +1,63 @@
+"""Runs inside the client pod: sends completions to an endpoint and prints what came back. Standard library only.
+
+Standard input is one JSON object: url, requests (bodies of /v1/completions), concurrency, and repeat_until_closed:
+whether to send them over and over until the file /tmp/stop appears. Each line of output is one answer: index, status
+(0: no answer at all), seconds, body.
+"""
+
+import concurrent.futures
+import http.client
+import json
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+STOP = Path("/tmp/stop")
+TIMEOUT_S = 60
+printing = threading.Lock()
+
+
+def main() -> None:
+    """Read the order, carry it out."""
+    order = json.load(sys.stdin)
+    with concurrent.futures.ThreadPoolExecutor(order["concurrency"]) as pool:
+        while True:
+            list(pool.map(lambda pair: send(order["url"], *pair), enumerate(order["requests"])))
+            if not order["repeat_until_closed"] or STOP.exists():
+                break
+
+
+def send(url: str, index: int, body: dict[str, object]) -> None:
+    """One request and its line of output."""
+    started = time.monotonic()
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            status, answer = response.status, response.read()
+    except urllib.error.HTTPError as refused:
+        status, answer = refused.code, refused.read()
+    except (OSError, http.client.HTTPException) as problem:
+        status, answer = 0, str(problem).encode()
+    try:
+        document = json.loads(answer)
+    except ValueError:
+        document = answer.decode(errors="replace")
+    line = {
+        "index": index,
+        "status": status,
+        "seconds": time.monotonic() - started,
+        "body": document,
+    }
+    with printing:
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,475 @@
+"""What goes wrong without an engine: each fault really happens, and status says what, which object and what to do.
+
+Engines are stand-ins here (images/stand-in), so each fault costs seconds. Faults of real engines are in test_faults.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from live_cluster import Document, Namespace, is_ready, kubectl, until
+from test_journey import reference
+from traffic import RESTRICTED, until_pod_ready
+
+pytestmark = pytest.mark.timeout(400)
+
+NODE_ONE = {"larder.dev/e2e": "one"}
+NODE_TWO = {"larder.dev/e2e": "two"}
+
+
+def kvcache(name: str, *changes: Mapping[str, Any]) -> Document:
+    """A resource that costs little: one agent and one engine, a stand-in that is ready at once, both on node1."""
+    document: Document = {
+        "apiVersion": "larder.dev/v1alpha1",
+        "kind": "KVCache",
+        "metadata": {"name": name},
+        "spec": {
+            "model": {"name": "stand-in", "path": "/nowhere"},
+            "engine": {"device": "cpu", "image": reference("stand-in"), "sharedMemory": "16Mi"},
+            "cache": {"cpu": "64Mi", "nodeSelector": NODE_ONE},
+            "redis": {"embedded": {"memory": "64Mi"}},
+            "router": {"type": "None"},
+            "decode": {"template": stand_in("ready")},
+        },
+    }
+    for change in changes:
+        _merge(document["spec"], change)
+    return document
+
+
+def stand_in(mode: str, **container: Any) -> Document:
+    """A template for decode: what the stand-in does, and on which node."""
+    return {
+        "spec": {
+            "nodeSelector": NODE_ONE,
+            "containers": [
+                {
+                    "name": "vllm",
+                    "env": [{"name": "STAND_IN", "value": mode}],
+                    "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},
+                    **container,
+                }
+            ],
+        }
+    }
+
+
+def _merge(into: Document, change: Mapping[str, Any]) -> None:
+    for key, value in change.items():
+        if value is None:
+            into.pop(key, None)
+        elif isinstance(value, Mapping) and isinstance(into.get(key), dict) and key != "template":
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+@contextmanager
+def applied(namespace: Namespace, document: Document) -> Iterator[str]:
+    """The resource, for as long as a test needs it."""
+    name = document["metadata"]["name"]
+    namespace.apply(document)
+    try:
+        yield name
+    finally:
+        namespace.delete("kvcache", name)
+
+
+@pytest.fixture(scope="module")
+def faults(installation: Namespace, namespaces: dict[str, Namespace]) -> Namespace:
+    return namespaces["faults"]
+
+
+def problem(namespace: Namespace, name: str, reason: str) -> Document:
+    """The entry of status.problems with this reason."""
+    found = [
+        one
+        for one in namespace.get("kvcache", name)["status"]["problems"]
+        if one["reason"] == reason
+    ]
+    assert found, namespace.get("kvcache", name)["status"]["problems"]
+    return dict(found[0])
+
+
+def test_missing_secret_is_named_and_heals_when_it_comes(faults):
+    document = kvcache("secret", {"model": {"tokenSecretRef": {"name": "hugging"}}})
+    with applied(faults, document) as name:
+        condition = faults.until_condition(
+            name,
+            "Accepted",
+            "False",
+            "SecretNotFound",
+            containing=["hugging", "spec.model.tokenSecretRef"],
+        )
+        assert faults.name in condition["message"]
+        assert faults.conditions(name)["Ready"]["reason"] == "SecretNotFound"
+        # Only what stood a minute calls for a person.
+        assert faults.conditions(name)["Stalled"]["status"] != "True"
+        stalled = faults.until_condition(name, "Stalled", "True", "SecretNotFound", timeout_s=120)
+        assert "hugging" in stalled["message"]
+        assert faults.events(name, "SecretNotFound")
+        try:
+            faults.kubectl("create", "secret", "generic", "hugging", "--from-literal=token=x")
+            faults.until_condition(name, "Accepted", "True", timeout_s=150)
+            faults.until_condition(name, "EnginesReady", "True", timeout_s=60)
+            faults.until_condition(name, "Stalled", "False", timeout_s=30)
+        finally:
+            faults.delete("secret", "hugging")
+
+
+def test_name_of_another_owner_is_never_taken_over(faults):
+    foreign = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "taken", "labels": {"owner": "somebody"}},
+        "spec": {"ports": [{"port": 80}], "selector": {"app": "somebody"}},
+    }
+    faults.apply(foreign)
+    try:
+        with applied(faults, kvcache("taken", {"router": {"type": "SMG"}})) as name:
+            condition = faults.until_condition(name, "Accepted", "False", "NameConflict")
+            assert "Service taken exists and is not owned by this KVCache" in condition["message"]
+            assert "delete that object" in condition["message"]
+            service = faults.get("service", "taken")
+            assert service["spec"]["selector"] == {"app": "somebody"}
+            assert "ownerReferences" not in service["metadata"]
+            faults.delete("service", "taken")
+            faults.until_condition(name, "Accepted", "True", timeout_s=120)
+            until(
+                "our own Service",
+                lambda: faults.get("service", "taken")["metadata"].get("ownerReferences"),
+                timeout_s=30,
+            )
+    finally:
+        faults.delete("service", "taken")
+
+
+def test_no_node_for_the_cache(faults):
+    with applied(
+        faults, kvcache("nowhere", {"cache": {"nodeSelector": {"rack": "seven"}}})
+    ) as name:
+        faults.until_condition(
+            name, "CacheReady", "False", "NoMatchingNodes",
+            containing=["0 nodes match spec.cache.nodeSelector", "rack: seven"],
+        )  # fmt: skip
+        assert problem(faults, name, "NoMatchingNodes")["object"] == "daemonset/nowhere-cache"
+
+
+def test_engine_on_a_node_without_an_agent(faults):
+    template = stand_in("ready")
+    template["spec"]["nodeSelector"] = NODE_TWO
+    with applied(faults, kvcache("apart", {"decode": {"template": template}})) as name:
+        condition = faults.until_condition(
+            name, "CacheReady", "False", "NoLocalCache", containing=["apart-decode"]
+        )
+        assert "does not match the agents' node selector" in condition["message"]
+        assert problem(faults, name, "NoLocalCache")["object"].startswith("node/")
+
+
+def test_too_few_gpus(faults):
+    change = {
+        "engine": {"device": "cuda"},
+        "decode": {"tensorParallelSize": 8, "template": stand_in("ready")},
+    }
+    with applied(faults, kvcache("gpus", change)) as name:
+        faults.until_condition(
+            name, "EnginesReady", "False", "Unschedulable",
+            containing=["Insufficient nvidia.com/gpu", "asks 8 nvidia.com/gpu", "tensorParallelSize"],
+        )  # fmt: skip
+
+
+def test_image_that_cannot_be_pulled(faults):
+    with applied(
+        faults, kvcache("image", {"engine": {"image": "localhost/no-such-image:v1"}})
+    ) as name:
+        condition = faults.until_condition(
+            name,
+            "EnginesReady",
+            "False",
+            "ImagePullFailed",
+            containing=["localhost/no-such-image:v1", "image-decode"],
+        )
+        assert condition["message"].count("localhost/no-such-image:v1") >= 1
+        faults.patch("kvcache", name, {"spec": {"engine": {"image": reference("stand-in")}}})
+        faults.until_condition(name, "EnginesReady", "True", timeout_s=90)
+
+
+def test_engine_that_crashes_says_its_last_words(faults):
+    with applied(faults, kvcache("crash", {"decode": {"template": stand_in("crash")}})) as name:
+        faults.until_condition(
+            name, "EnginesReady", "False", "CrashLooping", timeout_s=90,
+            containing=["exit code 1", "told to crash", "kubectl logs", "--previous"],
+        )  # fmt: skip
+
+
+def test_engine_that_is_killed_for_memory(faults):
+    template = stand_in(
+        "memory", resources={"requests": {"cpu": "10m"}, "limits": {"memory": "64Mi"}}
+    )
+    with applied(faults, kvcache("memory", {"decode": {"template": template}})) as name:
+        faults.until_condition(
+            name, "EnginesReady", "False", "OOMKilled", timeout_s=90,
+            containing=["limit 64Mi", "spec.decode.template"],
+        )  # fmt: skip
+
+
+def test_engine_without_the_connector(faults):
+    with applied(faults, kvcache("bare", {"prefill": {"template": stand_in("ready")}})) as name:
+        faults.until_condition(name, "EnginesReady", "True", timeout_s=90)
+        faults.until_condition(
+            name,
+            "TransferVerified",
+            "False",
+            "ConnectorMissing",
+            timeout_s=180,
+            containing=["stand-in"],
+        )
+
+
+def test_engine_that_loads_for_too_long(faults):
+    change = {"engine": {"startupTimeoutSeconds": 60}, "decode": {"template": stand_in("never")}}
+    with applied(faults, kvcache("slow", change)) as name:
+        faults.until_condition(
+            name, "EnginesReady", "False", "ModelLoading", containing=["loading since", "60 s"]
+        )
+        faults.until_condition(
+            name, "EnginesReady", "False", "StartupTimeout", timeout_s=180,
+            containing=["within 60 s", "raise spec.engine.startupTimeoutSeconds"],
+        )  # fmt: skip
+
+
+def test_template_that_gives_an_owned_argument(faults):
+    template = stand_in("ready", args=["--kv-transfer-config={}"])
+    with applied(faults, kvcache("reserved", {"decode": {"template": template}})) as name:
+        faults.until_condition(
+            name, "Accepted", "False", "ReservedArgument", containing=["spec.decode.template"]
+        )
+        assert faults.find("deployment", "reserved-decode") is None
+
+
+def test_template_with_a_field_that_nobody_knows(faults):
+    template = stand_in("ready", imagePullSecret="x")
+    with applied(faults, kvcache("template", {"decode": {"template": template}})) as name:
+        faults.until_condition(
+            name,
+            "Accepted",
+            "False",
+            "InvalidTemplate",
+            containing=["imagePullSecret", "spec.decode.template"],
+        )
+
+
+def test_quota_that_is_too_small(installation, namespaces):
+    namespace = namespaces["quota"]
+    namespace.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "ResourceQuota",
+            "metadata": {"name": "small"},
+            "spec": {"hard": {"pods": "2"}},
+        }
+    )
+    with applied(namespace, kvcache("quota")) as name:
+        condition = namespace.until_condition(
+            name, "Ready", "False", "PodRejected", containing=["exceeded quota"]
+        )
+        assert "raise the quota of namespace" in condition["message"]
+        namespace.patch("resourcequota", "small", {"spec": {"hard": {"pods": "20"}}})
+        namespace.until_condition(name, "EnginesReady", "True", timeout_s=180)
+
+
+def test_namespace_that_forbids_host_paths_gets_streams(installation, namespaces):
+    namespace = namespaces["restricted"]
+    kubectl(
+        "label",
+        "namespace",
+        namespace.name,
+        "pod-security.kubernetes.io/enforce=restricted",
+        "--overwrite",
+    )
+    with applied(namespace, kvcache("strict")) as name:
+        namespace.until_condition(name, "CacheReady", "True", timeout_s=120)
+        namespace.until_condition(name, "EnginesReady", "True", timeout_s=60)
+        status = namespace.get("kvcache", name)["status"]
+        assert status["transport"] == "Stream"
+        assert "restricted" in status["transportReason"]
+        volumes = [
+            volume
+            for pod in namespace.pods(name)
+            for volume in pod["spec"]["volumes"]
+            if "hostPath" in volume
+        ]
+        assert volumes == []
+    with applied(namespace, kvcache("forced", {"cache": {"transport": "SharedMemory"}})) as name:
+        condition = namespace.until_condition(
+            name, "CacheReady", "False", "PodRejected", containing=["PodSecurity"]
+        )
+        assert "hostPath" in condition["message"]
+
+
+# Redis of others
+
+
+USERS = (
+    "user default off\n"
+    "user larder on >right ~* &* +@all\n"
+    "user weak on >right ~other:* &* +ping +hello +client\n"
+)
+
+
+@pytest.fixture(scope="module")
+def redis(faults: Namespace) -> Iterator[str]:
+    """A Redis that is not ours: host:port. `larder` may do everything, `weak` next to nothing."""
+    faults.apply(*redis_of_others("others", USERS, "64mb"))
+    until_pod_ready(faults, "others", 60)
+    yield f"others.{faults.name}.svc:6379"
+    faults.delete("pod", "others")
+
+
+def redis_of_others(name: str, users: str, memory: str) -> tuple[Document, ...]:
+    script = f"printf '{users}' > /tmp/users; exec redis-server --aclfile /tmp/users --maxmemory {memory} --save ''"
+    return (
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "labels": {"app": name}},
+            "spec": {
+                "terminationGracePeriodSeconds": 0,
+                "containers": [
+                    {
+                        "name": "redis",
+                        "image": reference("redis"),
+                        "command": ["sh", "-c", script.replace("\n", "\\n")],
+                        "workingDir": "/tmp",
+                        "readinessProbe": {"tcpSocket": {"port": 6379}, "periodSeconds": 1},
+                        "securityContext": {**RESTRICTED, "readOnlyRootFilesystem": False},
+                    }
+                ],
+            },
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": name},
+            "spec": {"selector": {"app": name}, "ports": [{"port": 6379}]},
+        },
+    )
+
+
+def external(address: str, secret: str = "") -> Document:
+    reference_to = {"credentialsSecretRef": {"name": secret}} if secret else {}
+    return {"redis": {"embedded": None, "external": {"address": address, **reference_to}}}
+
+
+@contextmanager
+def credentials(namespace: Namespace, name: str, username: str, password: str) -> Iterator[str]:
+    namespace.kubectl(
+        "create", "secret", "generic", name, f"--from-literal=username={username}", f"--from-literal=password={password}"
+    )  # fmt: skip
+    try:
+        yield name
+    finally:
+        namespace.delete("secret", name)
+
+
+def test_redis_that_nobody_answers_for(faults):
+    with applied(faults, kvcache("silent", external("10.96.200.200:6379"))) as name:
+        faults.until_condition(
+            name, "RedisReady", "False", "Unreachable", timeout_s=120,
+            containing=["10.96.200.200:6379", "engines keep running"],
+        )  # fmt: skip
+
+
+def test_redis_with_another_password_heals_when_the_secret_is_corrected(faults, redis):
+    with (
+        credentials(faults, "wrong", "larder", "wrong") as secret,
+        applied(faults, kvcache("password", external(redis, secret))) as name,
+    ):
+        faults.until_condition(
+            name, "RedisReady", "False", "AuthFailed", timeout_s=120, containing=[redis, "larder"]
+        )
+        faults.patch("secret", secret, {"stringData": {"password": "right"}})
+        # The kubelet shows a changed Secret within 90 s or so.
+        faults.until_condition(name, "RedisReady", "True", timeout_s=180)
+
+
+def test_redis_that_permits_too_little_prints_the_line_that_is_needed(faults, redis):
+    with (
+        credentials(faults, "weak", "weak", "right") as secret,
+        applied(faults, kvcache("permission", external(redis, secret))) as name,
+    ):
+        condition = faults.until_condition(
+            name, "RedisReady", "False", "PermissionDenied", timeout_s=120, containing=["weak"]
+        )
+        assert "~larder:" in condition["message"]
+        assert (
+            "ACL SETUSER" in condition["message"]
+            or "+@" in condition["message"]
+            or "+" in condition["message"]
+        )
+
+
+# Replicas
+
+
+def test_replicas_that_were_set_and_are_unset_stay(faults):
+    with applied(faults, kvcache("handover", {"decode": {"replicas": 2}})) as name:
+        faults.until_condition(name, "EnginesReady", "True", timeout_s=120)
+        document = kvcache("handover")
+        faults.apply(document)
+        assert "replicas" not in faults.get("kvcache", name)["spec"]["decode"]
+        seen = faults.get("kvcache", name)["metadata"]["generation"]
+        until(
+            "the operator saw it",
+            lambda: faults.get("kvcache", name)["status"]["observedGeneration"] == seen,
+            timeout_s=60,
+        )
+        assert faults.get("deployment", "handover-decode")["spec"]["replicas"] == 2
+        # What an autoscaler does next is left alone, by another reconcile too.
+        faults.kubectl("scale", "deployment/handover-decode", "--replicas=3")
+        faults.patch("kvcache", name, {"spec": {"service": {"annotations": {"seen": "again"}}}})
+        seen = faults.get("kvcache", name)["metadata"]["generation"]
+        until(
+            "the operator saw that too",
+            lambda: faults.get("kvcache", name)["status"]["observedGeneration"] == seen,
+            timeout_s=60,
+        )
+        assert faults.get("deployment", "handover-decode")["spec"]["replicas"] == 3
+        until(
+            "three engines",
+            lambda: is_ready(faults.get("deployment", "handover-decode")),
+            timeout_s=60,
+        )
+
+
+# Deletion
+
+
+def test_deleted_resource_leaves_nothing_within_a_minute(faults, redis):
+    with credentials(faults, "owner", "larder", "right") as secret:
+        document = kvcache("gone", external(redis, secret))
+        faults.apply(document)
+        faults.until_condition("gone", "CacheReady", "True", timeout_s=120)
+        faults.until_condition("gone", "RedisReady", "True", timeout_s=60)
+        uid = faults.get("kvcache", "gone")["metadata"]["uid"]
+        pattern = f"larder:{uid.replace('-', '')[:8]}:*"
+        until("keys of this resource in Redis", lambda: keys(faults, pattern), timeout_s=30)
+        faults.delete("kvcache", "gone")
+        kinds = "pods,services,configmaps,secrets,deployments,daemonsets,statefulsets,networkpolicies,poddisruptionbudgets,serviceaccounts"
+        until(
+            "nothing of it is left",
+            lambda: not faults.list(kinds, "app.kubernetes.io/instance=gone"),
+            timeout_s=60,
+        )
+        assert faults.find("kvcache", "gone") is None
+        until("its keys are gone from Redis", lambda: not keys(faults, pattern), timeout_s=90)
+
+
+def keys(namespace: Namespace, pattern: str) -> list[str]:
+    output = namespace.kubectl(
+        "exec", "others", "--", "redis-cli", "--user", "larder", "-a", "right", "--no-auth-warning", "KEYS", pattern
+    )  # fmt: skip
+    return output.split()

@@ -1,0 +1,199 @@
+"""Requests from inside the cluster's network: a client pod, what it sends, and what an engine without cache answers."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from live_cluster import Document, Namespace, until
+
+CLIENT = "client"
+SCRIPT = (Path(__file__).parent / "client.py").read_text(encoding="utf-8")
+MODEL = "larder-demo"
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+WORDS = ("flour salt sugar rice lentils honey vinegar oil thyme barley oats yeast "
+         "pepper cumin beans figs dates almonds raisins cocoa").split()  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back for one request; status 0 is a connection that gave nothing."""
+
+    index: int
+    status: int
+    seconds: float
+    body: Any
+
+    @property
+    def text(self) -> str:
+        """What the model said."""
+        return str(self.body["choices"][0]["text"])
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the answering engine did not compute."""
+        details = self.body["usage"].get("prompt_tokens_details") or {}
+        return int(details.get("cached_tokens") or 0)
+
+    @property
+    def is_openai_error(self) -> bool:
+        """Whether the body is an error as OpenAI shapes it."""
+        return (
+            isinstance(self.body, dict)
+            and isinstance(self.body.get("error"), dict)
+            and isinstance(self.body["error"].get("message"), str)
+        )
+
+
+def prompt(seed: int, num_words: int = 400) -> str:
+    """A text that no other seed begins with."""
+    chosen = random.Random(seed)
+    return f"List {seed}: " + " ".join(chosen.choice(WORDS) for _ in range(num_words))
+
+
+def body(text: str, max_tokens: int = 24) -> Document:
+    """A greedy completion, so that two engines can be compared."""
+    return {
+        "model": MODEL, "prompt": text, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+    }  # fmt: skip
+
+
+def client_pod(image: str) -> Document:
+    """A pod that waits for orders; it has no label of ours and mounts nothing of ours."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": CLIENT, "labels": {"app": "client"}},
+        "spec": {
+            "terminationGracePeriodSeconds": 0,
+            "securityContext": {
+                "runAsNonRoot": True, "runAsUser": 4242, "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [
+                {
+                    "name": "client",
+                    "image": image,
+                    "command": ["sleep", "infinity"],
+                    "securityContext": RESTRICTED,
+                    "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+                }
+            ],
+            "volumes": [{"name": "tmp", "emptyDir": {}}],
+        },
+    }  # fmt: skip
+
+
+def control_pod(image: str, model_path: str, python_path: str, args: Sequence[str]) -> Document:
+    """A plain engine: no connector, no prefix cache."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "control", "labels": {"app": "control"}},
+        "spec": {
+            "terminationGracePeriodSeconds": 0,
+            "enableServiceLinks": False,
+            "containers": [
+                {
+                    "name": "vllm",
+                    "image": image,
+                    "command": [
+                        "python3", "-m", "vllm.entrypoints.openai.api_server", "--model", model_path,
+                        "--served-model-name", MODEL, "--port", "8000", "--enforce-eager",
+                        "--kv-cache-memory-bytes", str(1 << 29), "--no-enable-prefix-caching",
+                        "--enable-prompt-tokens-details", *args,
+                    ],
+                    "env": [
+                        {"name": "PYTHONPATH", "value": python_path},
+                        {"name": "HOME", "value": "/tmp"},
+                        {"name": "VLLM_NO_USAGE_STATS", "value": "1"},
+                        {"name": "VLLM_CPU_OMP_THREADS_BIND", "value": "nobind"},
+                        {"name": "OMP_NUM_THREADS", "value": "1"},
+                    ],
+                    "readinessProbe": {"httpGet": {"path": "/health", "port": 8000}, "periodSeconds": 2},
+                }
+            ],
+        },
+    }  # fmt: skip
+
+
+def pod_is_ready(pod: Document) -> bool:
+    """The pod's own condition."""
+    return any(
+        one["type"] == "Ready" and one["status"] == "True"
+        for one in pod.get("status", {}).get("conditions", ())
+    )
+
+
+def until_pod_ready(namespace: Namespace, name: str, timeout_s: float) -> Document:
+    """Wait for a pod by name."""
+
+    def look() -> Document | None:
+        pod = namespace.get("pod", name)
+        return pod if pod_is_ready(pod) else None
+
+    return until(f"pod {name} is ready", look, timeout_s=timeout_s)
+
+
+def send(
+    namespace: Namespace, url: str, bodies: Sequence[Document], concurrency: int = 1
+) -> list[Answer]:
+    """Send from the client pod, and return the answers in the order of the requests."""
+    output = namespace.kubectl(
+        "exec", "-i", CLIENT, "--", "python3", "-c", SCRIPT, stdin=_order(url, bodies, concurrency), timeout_s=300
+    )  # fmt: skip
+    answers = [_answer(line) for line in output.splitlines()]
+    return sorted(answers, key=lambda answer: answer.index)
+
+
+class Load:
+    """Requests without end while a test does something to the cluster: a context manager, `answers` come at its end."""
+
+    def __init__(
+        self, namespace: Namespace, url: str, bodies: Sequence[Document], concurrency: int
+    ) -> None:
+        self._namespace = namespace
+        self._order = _order(url, bodies, concurrency, repeat=True)
+        self._process: subprocess.Popen[str] | None = None
+        self.answers: list[Answer] = []
+
+    def __enter__(self) -> Self:
+        self._namespace.kubectl("exec", CLIENT, "--", "rm", "-f", "/tmp/stop")
+        self._process = subprocess.Popen(
+            ["kubectl", "--namespace", self._namespace.name, "exec", "-i", CLIENT, "--", "python3", "-c", SCRIPT],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self._process.stdin is not None
+        self._process.stdin.write(self._order)
+        self._process.stdin.close()
+        self._process.stdin = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process is not None
+        self._namespace.kubectl("exec", CLIENT, "--", "touch", "/tmp/stop")
+        output, _ = self._process.communicate(timeout=180)
+        self.answers = [_answer(line) for line in output.splitlines()]
+
+
+def _order(url: str, bodies: Sequence[Document], concurrency: int, *, repeat: bool = False) -> str:
+    return json.dumps(
+        {
+            "url": url,
+            "requests": list(bodies),
+            "concurrency": concurrency,
+            "repeat_until_closed": repeat,
+        }
+    )
+
+
+def _answer(line: str) -> Answer:
+    return Answer(**json.loads(line))
