@@ -13,7 +13,9 @@ LarderError
     ├── UnknownSession      UNAUTHENTICATED
     ├── UnknownObject       NOT_FOUND
     ├── Conflict            FAILED_PRECONDITION
+    │   └── ProtocolNotSpoken   the same; the client may offer another version
     ├── LimitReached        RESOURCE_EXHAUSTED
+    │   └── TooManyLeases       the same; nothing can be had until leases end
     ├── NotReady            UNAVAILABLE
     ├── LeaseLost           ABORTED
     ├── OutOfExtent         OUT_OF_RANGE
@@ -76,8 +78,16 @@ class Conflict(RequestRejected):
     """The request contradicts what was agreed before."""
 
 
+class ProtocolNotSpoken(Conflict):
+    """The client speaks another version of the wire contract."""
+
+
 class LimitReached(RequestRejected):
     """A configured limit is reached."""
+
+
+class TooManyLeases(LimitReached):
+    """No lease can be given until others end."""
 
 
 class NotReady(RequestRejected):

@@ -15,7 +15,7 @@ from cacheservice.core.keys import DIGEST_BYTES, ChunkKey, NamespaceDigest
 from cacheservice.core.layout import GroupShape, NamespaceSpec
 from cacheservice.core.outcomes import Outcome, OutcomeKind, Reason
 from cacheservice.core.protocol import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
-from cacheservice.errors import Conflict, InvalidRequest
+from cacheservice.errors import InvalidRequest, ProtocolNotSpoken
 from cacheservice.index.entry import MAX_BITMAP_BITS
 from cacheservice.v1 import cache_pb2
 
@@ -42,7 +42,7 @@ def parse_hello(hello: cache_pb2.SessionHello) -> Hello:
     """A client's introduction."""
     if not OLDEST_PROTOCOL_VERSION <= hello.protocol_version <= PROTOCOL_VERSION:
         which = "agent" if hello.protocol_version > PROTOCOL_VERSION else "engine"
-        raise Conflict(
+        raise ProtocolNotSpoken(
             f"protocol_version {hello.protocol_version} is not spoken here; this agent speaks "
             f"{OLDEST_PROTOCOL_VERSION} and {PROTOCOL_VERSION}: upgrade the {which}"
         )

@@ -18,6 +18,14 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from cacheservice import errors
+from cacheservice.core.protocol import (
+    OLDEST_PROTOCOL_VERSION,
+    PROTOCOL_NOT_SPOKEN,
+    PROTOCOL_VERSION,
+    REFUSAL,
+    SPOKEN,
+    TOO_MANY_LEASES,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +41,15 @@ _STATUS_OF: dict[type[errors.RequestRejected], grpc.StatusCode] = {
     errors.Forbidden: grpc.StatusCode.PERMISSION_DENIED,
     errors.NotServed: grpc.StatusCode.UNIMPLEMENTED,
 }
+
+_METADATA_OF: dict[type[errors.RequestRejected], tuple[tuple[str, str], ...]] = {
+    errors.TooManyLeases: ((REFUSAL, TOO_MANY_LEASES),),
+    errors.ProtocolNotSpoken: (
+        (REFUSAL, PROTOCOL_NOT_SPOKEN),
+        (SPOKEN, f"{OLDEST_PROTOCOL_VERSION}-{PROTOCOL_VERSION}"),
+    ),
+}
+"""What is said beside a status that a client must tell apart from others of the same code."""
 
 Context = grpc.ServicerContext
 CheckCaller = Callable[[str, Context], None]
@@ -135,6 +152,8 @@ def _translate(method: str, error: Exception, context: Context) -> tuple[grpc.St
     if isinstance(error, errors.RequestRejected):
         status = next((code for leaf, code in _STATUS_OF.items() if isinstance(error, leaf)), None)
         if status is not None:
+            if type(error) in _METADATA_OF:
+                context.set_trailing_metadata(_METADATA_OF[type(error)])
             return status, str(error)
     if not context.is_active():
         return grpc.StatusCode.CANCELLED, "the caller went away"

@@ -48,7 +48,13 @@ from cacheservice.client.values import (
 from cacheservice.core.keys import NamespaceDigest, short_hex
 from cacheservice.core.layout import NamespaceSpec
 from cacheservice.core.outcomes import Outcome, Reason
-from cacheservice.core.protocol import PROTOCOL_VERSION
+from cacheservice.core.protocol import (
+    OLDEST_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+    REFUSAL,
+    SPOKEN,
+    TOO_MANY_LEASES,
+)
 from cacheservice.errors import AgentRejected, AgentUnavailable, LarderError
 from cacheservice.v1 import cache_pb2, cache_pb2_grpc
 
@@ -89,8 +95,6 @@ _STORING = frozenset({"OpenNamespace", "Reserve", "Write", "Commit", "Abort"})
 """Calls for which RESOURCE_EXHAUSTED is NO_SPACE: nothing can be taken now. For all others it is DEADLINE, unless the
 agent says that it has too many leases: an agent out of call slots holds what is asked for as before, and only can't
 serve it in time. Not AGENT_DOWN, because the session lives."""
-_TOO_MANY_LEASES = " leases are open on "
-"""In the agent's words when it refuses another one (core/store.py)."""
 
 
 _UNANSWERED = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
@@ -174,7 +178,7 @@ class Session:
             self._note_closed(details)
             return Reason.NO_SPACE if method in _STORING else Reason.ABSENT
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            is_full = method in _STORING or _TOO_MANY_LEASES in details
+            is_full = method in _STORING or _said_beside(error).get(REFUSAL) == TOO_MANY_LEASES
             reason = Reason.NO_SPACE if is_full else Reason.DEADLINE
         else:
             reason = _REASONS.get(code, Reason.INTERNAL)
@@ -204,6 +208,12 @@ class _Ended:
 
     message: str
     is_answer: bool
+    speaks_older: bool = False
+    """True when the hello was refused by an agent that speaks older versions of the contract only."""
+
+
+class _OlderAgent(AgentRejected):
+    """The agent speaks older versions of the contract than the one that was offered."""
 
 
 class _Link:
@@ -247,7 +257,7 @@ class _Link:
         except grpc.RpcError as error:
             code = error.code()
             is_answer = code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-            ended = _Ended(f"{code.name}: {error.details()}", is_answer)
+            ended = _Ended(f"{code.name}: {error.details()}", is_answer, _speaks_older(error))
         self.ended = ended
         self._inbox.put((self, ended))
 
@@ -520,10 +530,16 @@ class SessionKeeper:
         )
 
     def _open_link(self, *, maps_arena: bool) -> tuple[_Link, cache_pb2.SessionWelcome]:
+        try:
+            return self._offer(PROTOCOL_VERSION, maps_arena=maps_arena)
+        except _OlderAgent:
+            return self._offer(OLDEST_PROTOCOL_VERSION, maps_arena=maps_arena)
+
+    def _offer(self, version: int, *, maps_arena: bool) -> tuple[_Link, cache_pb2.SessionWelcome]:
         identity = self._identity
         half = "UNSPECIFIED" if identity.half is None else identity.half.name
         hello = cache_pb2.SessionHello(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=version,
             role=f"CLIENT_ROLE_{identity.role.name}",
             half=f"CLIENT_HALF_{half}",
             engine_name=_cut(identity.engine_name, MAX_ENGINE_NAME_BYTES),
@@ -547,6 +563,7 @@ class SessionKeeper:
             event = self._next_event(link, deadline.left_s())
             if isinstance(event, _Ended):
                 kind = AgentRejected if event.is_answer else AgentUnavailable
+                kind = _OlderAgent if event.speaks_older else kind
                 raise kind(f"no session with the agent at {self._target}: {event.message}")
             if isinstance(event, cache_pb2.SessionResponse):
                 welcome = event.welcome
@@ -849,6 +866,19 @@ def _end_all(
     except ValueError:
         pass  # the channel was closed meanwhile, and all went with the session
     return None
+
+
+def _said_beside(error: Any) -> dict[str, str]:
+    """The trailing metadata of a failed call."""
+    return {key: str(value) for key, value in error.trailing_metadata() or ()}
+
+
+def _speaks_older(error: Any) -> bool:
+    if error.code() is not grpc.StatusCode.FAILED_PRECONDITION:
+        return False
+    # An agent of version 1 says nothing; only a hello's version has this status.
+    newest = _said_beside(error).get(SPOKEN, "1-1").rpartition("-")[2]
+    return newest.isdecimal() and int(newest) < PROTOCOL_VERSION
 
 
 def _not_connected(message: str) -> ClientState:

@@ -41,6 +41,7 @@ from cacheservice.errors import (
     Conflict,
     InvalidRequest,
     LimitReached,
+    TooManyLeases,
     UnknownObject,
     UnknownSession,
 )
@@ -487,7 +488,7 @@ class Store:
         """Take a lease on those of `shards` (chunk, group, shard; prefix first) that are ready.
 
         The lease exists even when nothing is ready, so that it can be extended. Counts as an access of chunks that no
-        lease held before, so that lookup and load of one request count once. Raises `LimitReached` above
+        lease held before, so that lookup and load of one request count once. Raises `TooManyLeases` above
         `max_leases` and `max_lease_entries`.
         """
         owner = self._live_session(session)
@@ -511,7 +512,7 @@ class Store:
     ) -> AcquireAnswer:
         """Add shards to a lease of `acquire`, e.g. because they became ready; the answer names them by `positions`.
 
-        Renews the lease. Raises `UnknownObject` when it ran out: what was read under it is worthless; `LimitReached`
+        Renews the lease. Raises `UnknownObject` when it ran out: what was read under it is worthless; `TooManyLeases`
         above `max_lease_entries`.
         """
         owner = self._live_session(session)
@@ -1014,9 +1015,9 @@ class Store:
             and self._num_lease_entries + num_entries <= self._limits.max_lease_entries
         )
 
-    def _too_many_leases(self) -> LimitReached:
+    def _too_many_leases(self) -> TooManyLeases:
         num_leases = len(self._leases) + len(self._lookup_leases)
-        return LimitReached(
+        return TooManyLeases(
             f"{num_leases} leases are open on {self._num_lease_entries} chunks and shards, the limits are "
             f"{self._limits.max_leases} and {self._limits.max_lease_entries}; release leases that are not needed "
             "any more"
