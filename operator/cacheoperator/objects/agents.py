@@ -29,7 +29,7 @@ from cacheservice.manifest import ExternalRedis, KVCacheManifest, TlsMode, Updat
 
 GRACE_S = 30
 """Above POD_DRAIN_S."""
-CPU_REQUEST = "250m"
+CPU_REQUEST = "100m"
 """What an idle agent and its heartbeats need; copying takes what is free, so there is no limit."""
 _PREFAULT_S_PER_GIB = 4
 """Three times what a GiB of arena takes on a slow machine."""

@@ -14,6 +14,8 @@ Policies add up: who needs more writes one more, beside these. Probes of the kub
 
 from __future__ import annotations
 
+import copy
+
 from cacheoperator import names
 from cacheoperator.names import Component
 from cacheoperator.objects.connection import ENGINE_OF_LABEL
@@ -90,6 +92,6 @@ def _policy(
         "spec": {
             "podSelector": {"matchLabels": names.selector_labels(manifest.name, component)},
             "policyTypes": ["Ingress"],
-            "ingress": rules,
+            "ingress": copy.deepcopy(rules),
         },
     }

@@ -69,20 +69,23 @@ def _control_key(manifest: KVCacheManifest, refs: Refs) -> list[Object]:
 def _access(manifest: KVCacheManifest, refs: Refs) -> list[Object]:
     """It may read pods of its namespace: both routers ask for all of them and choose by label themselves."""
     name = names.workload_name(manifest.name, Component.ROUTER)
-    metadata = names.metadata(manifest, refs.uid, name, Component.ROUTER)
     group = "rbac.authorization.k8s.io"
+
+    def metadata() -> Object:
+        return names.metadata(manifest, refs.uid, name, Component.ROUTER)
+
     return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata},
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata()},
         {
             "apiVersion": f"{group}/v1",
             "kind": "Role",
-            "metadata": metadata,
+            "metadata": metadata(),
             "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}],
         },
         {
             "apiVersion": f"{group}/v1",
             "kind": "RoleBinding",
-            "metadata": metadata,
+            "metadata": metadata(),
             "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
             "subjects": [
                 {"kind": "ServiceAccount", "name": name, "namespace": manifest.namespace}
