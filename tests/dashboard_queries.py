@@ -11,7 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 DASHBOARDS = Path(__file__).resolve().parent.parent / "charts" / "larder" / "dashboards"
 FUNCTIONS = {
-    "sum", "max", "count", "rate", "time", "vector", "histogram_quantile", "label_values", "by", "or",
+    "sum", "max", "count", "rate", "time", "vector", "histogram_quantile", "label_values", "by", "or", "and",
+    "increase",
 }  # fmt: skip
 OF_PROMETHEUS = {"namespace", "pod", "le"}
 """Labels that a scrape by PodMonitor adds, and that of histograms."""

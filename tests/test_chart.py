@@ -161,6 +161,16 @@ def test_every_value_is_used_by_a_template() -> None:
         _get(VALUES, path)
 
 
+@pytest.mark.parametrize("page", ["docs/security.md", "docs/operations.md"])
+def test_pages_name_values_that_there_are(page: str) -> None:
+    text = (ROOT / page).read_text()
+    sections = "|".join(name for name, value in VALUES.items() if isinstance(value, dict))
+    named = set(re.findall(rf"`((?:{sections})\.[a-zA-Z.]+)", text))
+    assert named
+    for path in named:
+        _get(VALUES, path)
+
+
 def test_each_image_reaches_the_operator_under_its_own_name() -> None:
     pairs = re.search(r"\$field := dict (.*) \}\}", TEMPLATES["configmap.yaml"])
     assert pairs is not None

@@ -11,7 +11,7 @@ import pytest
 from agent_process import AgentProcess, a_namespace
 from agent_stub import StubSession, bytes_of, key_of
 from cacheoperator import metrics as operator_metrics
-from dashboard_queries import DASHBOARDS, Samples, check, queries, samples_of, selectors
+from dashboard_queries import DASHBOARDS, Samples, check, names_in, queries, samples_of, selectors
 from prometheus_client import generate_latest
 
 from cacheservice.agent.metrics import GAUGES, PREFIX, TOTALS
@@ -68,6 +68,18 @@ def test_operator_dashboard_asks_for_what_the_operator_has() -> None:
     exposed = generate_latest(operator_metrics.registry).decode()
     assert "larder_operator_resources" in exposed
     check("operator.json", samples)
+
+
+def test_alerts_on_the_operations_page_ask_for_what_there_is(agent_scrape: Samples) -> None:
+    page = (DASHBOARDS.parents[2] / "docs" / "operations.md").read_text()
+    table = page.split("| alert | expression |", 1)[1].split("\n\n", 1)[0]
+    expressions = [row.split("|")[2].split("`")[1] for row in table.splitlines()[2:]]
+    assert len(expressions) >= 6
+    there = names_in(generate_latest(operator_metrics.registry).decode()) | set(agent_scrape)
+    for expression in expressions:
+        found = [metric for metric, _ in selectors(expression)]
+        assert found, expression
+        assert set(found) <= there, expression
 
 
 @pytest.mark.parametrize(
