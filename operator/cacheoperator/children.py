@@ -102,6 +102,9 @@ class Children:
         outcome = Outcome()
         live = self.live(key)
         for obj in wanted:
+            # The authority's Secret comes after its leaves: a step counts as done only when every leaf has it.
+            if obj["kind"] == SECRET.kind and (outcome.errors or outcome.must_wait):
+                continue
             await self._apply_one(key, uid, normal(obj), live, memory, outcome)
         known = {(error.object, error.reason) for error in outcome.errors}
         memory.errors = {name: since for name, since in memory.errors.items() if name in known}
