@@ -242,21 +242,34 @@ def test_an_id_is_asked_for_without_the_prefix_of_its_api(given: str, asked: str
     assert id_asked_of_agents(given) == asked
 
 
-def test_the_path_of_a_request_is_told_oldest_first_over_all_agents() -> None:
+def test_the_path_of_a_request_is_told_in_order_over_all_agents_and_engines() -> None:
+    # Halves of an engine tell their agent at other times, so the times say nothing about the order.
     ring_a = [
-        outcome("cmpl-abc-0", "prefill", "lookup", "absent", 9.0),
-        outcome("cmpl-abc-0", "prefill", "save", "hit", 8.0, served_tokens=896, num_bytes=3 << 20),
+        outcome(
+            "cmpl-abc-0-0123abcd",
+            "prefill",
+            "save",
+            "hit",
+            6.0,
+            served_tokens=896,
+            num_bytes=3 << 20,
+        ),
+        outcome("cmpl-abc-0-0123abcd", "prefill", "lookup", "absent", 5.0),
     ]
     ring_b = [
-        outcome("cmpl-abc-0", "decode", "load", "hit", 6.0, served_tokens=640),
-        outcome("cmpl-abc-0", "decode", "lookup", "hit", 7.0, served_tokens=896),
-        outcome("cmpl-other-0", "decode", "lookup", "hit", 1.0),
+        outcome("cmpl-abc-0-ffff0000", "decode", "load", "hit", 9.0, served_tokens=640),
+        outcome("cmpl-abc-0-ffff0000", "decode", "lookup", "hit", 7.0, served_tokens=896),
+        outcome("cmpl-other-0-ffff0000", "decode", "lookup", "hit", 1.0),
     ]
-    world = seen(pages={"a": page(outcomes=ring_a), "b": page(outcomes=ring_b)})
+    world = seen(pages={"b": page(outcomes=ring_b), "a": page(outcomes=ring_a)})
     text = explain_request(world, "chatcmpl-abc")
     lines = text.splitlines()
     assert lines[0] == "cmpl-abc-0"
-    assert [line.split()[0] for line in lines[2:6]] == ["9.0", "8.0", "7.0", "6.0"]
+    told = [line.split() for line in lines[2:6]]
+    assert [(cells[3], cells[8], cells[9]) for cells in told] == [
+        ("prefill", "lookup", "absent"), ("prefill", "save", "hit"),
+        ("decode", "lookup", "hit"), ("decode", "load", "hit"),
+    ]  # fmt: skip
     assert "3 MiB" in lines[3]
     assert "640 of 896" in lines[5]
     assert "prefill took nothing from the cache" in text

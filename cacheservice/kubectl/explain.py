@@ -38,6 +38,10 @@ MEANINGS = {
     "cancelled": "the request was aborted or preempted",
     "internal": "a fault: the engine's log has it",
 }
+KIND_ORDER = {"lookup": 0, "load": 1, "save": 2}
+ROLE_ORDER = {"prefill": 0, "decode": 1}
+NOTHING = frozenset({"", "None", "{}", "[]"})
+"""Values of fields that say nothing where there is nothing to compare with."""
 GOOD = frozenset({"hit", "local", "too_short", "duplicate"})
 """Nothing to look into."""
 
@@ -87,10 +91,9 @@ def _outcomes(sessions: list[Mapping[str, Any]]) -> list[str]:
         return [
             "Engines are connected, and nothing was looked up yet: send a request of more than one chunk."
         ]
-    order = {"lookup": 0, "load": 1, "save": 2}
     rows = []
     for (kind, role), reasons in sorted(
-        counts.items(), key=lambda item: (order.get(item[0][0], 3), item[0])
+        counts.items(), key=lambda item: (KIND_ORDER.get(item[0][0], 3), item[0])
     ):
         whole = sum(reasons.values())
         for reason, number in reasons.most_common():
@@ -142,7 +145,11 @@ def _fingerprints(pages: list[Mapping[str, Any]], sessions: list[Mapping[str, An
 def _facts(namespace: Mapping[str, Any] | None) -> list[str]:
     if namespace is None:
         return []
-    rows = [(path, left) for path, left, _ in differences(namespace.get("facts") or {}, {})]
+    rows = [
+        (path, left)
+        for path, left, _ in differences(namespace.get("facts") or {}, {})
+        if left not in NOTHING
+    ]
     rows.append(("tokens_per_chunk", str(namespace.get("tokens_per_chunk", ""))))
     return columns(("FIELD", "VALUE"), list(dict.fromkeys(rows)))
 
@@ -176,14 +183,15 @@ def id_asked_of_agents(request: str) -> str:
 
 
 def explain_request(seen: Seen, request: str) -> str:
-    """The path of one request, oldest first, from the outcomes that agents remember (already of that id)."""
+    """The path of one request, prefill first, from the outcomes that agents remember (already of that id)."""
     found: list[Mapping[str, Any]] = [
         {**one, "node": answer.node}
         for answer in seen.agents if answer.page
         for one in answer.page.get("outcomes") or ()
         if id_asked_of_agents(request) in str(one.get("request_id", ""))
     ]  # fmt: skip
-    ids = list(dict.fromkeys(str(one["request_id"]) for one in sorted(found, key=_oldest_first)))
+    found.sort(key=_in_order)
+    ids = list(dict.fromkeys(_client_id(step) for step in found))
     if not ids:
         return _not_remembered(seen, request)
     if len(ids) > MAX_REQUESTS:
@@ -191,13 +199,21 @@ def explain_request(seen: Seen, request: str) -> str:
         return f"{len(ids)} requests have {request} in their id, give more of it:\n{shown}\n"
     lines: list[str] = []
     for one in ids:
-        own = sorted((step for step in found if step["request_id"] == one), key=_oldest_first)
+        own = [step for step in found if _client_id(step) == one]
         lines += [*([""] if lines else []), one, *_steps(own), *_verdict(own)]
     return "\n".join(lines) + "\n"
 
 
-def _oldest_first(step: Mapping[str, Any]) -> float:
-    return -float(step.get("age_s", 0))
+def _client_id(step: Mapping[str, Any]) -> str:
+    """A request's id without the random end that each vLLM adds (0.32): prefill's and decode's steps are of one."""
+    return re.sub(r"-[0-9a-f]{8}$", "", str(step.get("request_id", "")))
+
+
+def _in_order(step: Mapping[str, Any]) -> tuple[int, int, float]:
+    """Prefill first; lookup, load, save; oldest first. Not by time alone: that is when an engine's half told its agent,
+    up to 3 s later, each half for itself."""
+    role, kind = str(step.get("role", "")), str(step.get("kind", ""))
+    return ROLE_ORDER.get(role, 2), KIND_ORDER.get(kind, 3), -float(step.get("age_s", 0))
 
 
 def _steps(steps: list[Mapping[str, Any]]) -> list[str]:
@@ -205,14 +221,14 @@ def _steps(steps: list[Mapping[str, Any]]) -> list[str]:
     for step in steps:
         num_bytes = int(step.get("num_bytes", 0))
         rows.append((
-            _age(float(step.get("age_s", 0))), str(step.get("role", "")),
+            f"{_age(float(step.get('age_s', 0)))} ago", str(step.get("role", "")),
             f"{step.get('engine', '')} rank {step.get('rank', 0)}", str(step.get("node", "")),
             str(step.get("kind", "")), str(step.get("reason", "")),
             f"{int(step.get('served_tokens', 0)):,} of {int(step.get('asked_tokens', 0)):,}",
             f"{int(step.get('duration_ms', 0)):,} ms", mebibytes(num_bytes) if num_bytes else "",
         ))  # fmt: skip
     return columns(
-        ("AGO", "ROLE", "ENGINE", "NODE", "WHAT", "REASON", "TOKENS", "TOOK", "BYTES"), rows
+        ("TOLD", "ROLE", "ENGINE", "NODE", "WHAT", "REASON", "TOKENS", "TOOK", "BYTES"), rows
     )
 
 
