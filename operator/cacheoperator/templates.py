@@ -238,7 +238,7 @@ def _merged_map(base: Any, overlay: Mapping[str, Any], node: _Map, path: str) ->
 
 def _merged_keyed(base: Any, overlay: Any, node: _Keyed, path: str) -> list[Any]:
     _require(isinstance(overlay, list), path, "must be a list", overlay)
-    result: list[Any] = [] if base is MISSING else copy.deepcopy(list(base))
+    result: list[Any] = [] if base is MISSING else list(base)
     place = {_key_of(item, node): index for index, item in enumerate(result)}
     seen: set[str] = set()
     for index, item in enumerate(overlay):
