@@ -706,6 +706,10 @@ def test_remembered_pairs_are_bounded_and_those_in_use_are_kept() -> None:
     assert len(found["transfers"]) == MAX_PAIRS
     assert D1 in [t["decode"] for t in found["transfers"]]
     assert f"{19:064x}" in [t["decode"] for t in found["transfers"]]
+    # Also the one in use that was proved longest ago, by agents that forgot.
+    old = {"prefill": D1, "decode": D1, "verdict": "Verified", "since": "2026-11-01T12:00:00Z"}
+    found = seen(with_agents(healthy(), flows=()), {"transfers": [*many, old]})
+    assert found["transfers"][0] == old
     broken = [
         {"prefill": 1},
         {},
