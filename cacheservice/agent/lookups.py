@@ -24,7 +24,7 @@ _READY_HERE = int(Presence.READY_HERE)
 _READY_ELSEWHERE = int(Presence.READY_ELSEWHERE)
 _PENDING = int(Presence.PENDING)
 _READY = (_READY_HERE, _READY_ELSEWHERE)
-_READ_WHOLE = (GroupKind.FULL.value, GroupKind.MLA.value)
+_READ_WHOLE = frozenset(kind.value for kind in GroupKind if kind.is_read_whole)
 _OVERLAID = bytes(
     _READY_ELSEWHERE if both == (_READY_ELSEWHERE << 2 | _ABSENT) else both & 3
     for both in range(256)

@@ -51,7 +51,7 @@ from cacheservice.connector.stats import LarderStats, StatsRecorder
 from cacheservice.connector.unwritten import UnwrittenBlocks
 from cacheservice.core.keys import chunk_keys_of, short_hex
 from cacheservice.core.outcomes import Outcome, OutcomeKind, Reason
-from cacheservice.core.prefix import WHOLE, blocks_read
+from cacheservice.core.prefix import blocks_read
 from cacheservice.errors import RefusedError, UncacheableError
 
 logger = logging.getLogger(__name__)
@@ -408,7 +408,7 @@ class SchedulerHalf:
             any(
                 self._saves.is_wanted(state, number, group, len(self._plan.groups))
                 for group, spec in enumerate(self._plan.groups)
-                if spec.kind in WHOLE
+                if spec.kind.is_read_whole
             )
             for number in range(state.next_save, complete)
         )

@@ -32,6 +32,11 @@ class GroupKind(enum.Enum):
     CHUNKED_LOCAL = "chunked_local"
     RECURRENT = "recurrent"
 
+    @property
+    def is_read_whole(self) -> bool:
+        """Whether a hit reads all tokens of every chunk, not only the end of some."""
+        return self in (GroupKind.FULL, GroupKind.MLA)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
@@ -57,7 +62,7 @@ class GroupSpec:
 
     def stored_tokens(self, tokens_per_chunk: int) -> int:
         """How many tokens before a chunk's end one chunk of this group holds."""
-        if self.kind in (GroupKind.FULL, GroupKind.MLA):
+        if self.kind.is_read_whole:
             return tokens_per_chunk
         if self.kind is GroupKind.RECURRENT:
             return self.block_tokens
@@ -135,11 +140,7 @@ def choose_tokens_per_chunk(groups: Sequence[GroupSpec]) -> int:
     if any(g.kind is GroupKind.RECURRENT for g in groups):
         return lcm
     bytes_per_token = max(
-        (
-            g.bytes_per_block / g.block_tokens
-            for g in groups
-            if g.kind in (GroupKind.FULL, GroupKind.MLA)
-        ),
+        (g.bytes_per_block / g.block_tokens for g in groups if g.kind.is_read_whole),
         default=0.0,
     )
     wanted = MIN_CHUNK_TOKENS

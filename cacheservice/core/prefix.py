@@ -26,8 +26,6 @@ from dataclasses import dataclass
 
 from cacheservice.core.layout import GroupKind, GroupSpec
 
-WHOLE = (GroupKind.FULL, GroupKind.MLA)
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
@@ -121,12 +119,12 @@ def hit_tokens(
         num_chunks = min(num_chunks, max_chunks)
     first = computed_tokens // tokens_per_chunk
     for index, group in enumerate(groups):
-        if group.kind in WHOLE:
+        if group.kind.is_read_whole:
             end = first
             while end < num_chunks and presence[end * num_groups + index] in there:
                 end += 1
             num_chunks = min(num_chunks, end)
-    partial = [(i, group) for i, group in enumerate(groups) if group.kind not in WHOLE]
+    partial = [(i, group) for i, group in enumerate(groups) if not group.kind.is_read_whole]
     # States and windows always read the last chunk. Most chunks of a prompt have no state: pass over them quickly.
     last_chunk_counts = [i for i, group in partial if group.kind is not GroupKind.CHUNKED_LOCAL]
     for chunks in range(num_chunks, first, -1):
