@@ -87,10 +87,8 @@ def loading(scene: Scene) -> Finding | None:
     began = {pod.name: since for pod in waiting if (since := _loading_since(pod)) is not None}
     if not began:
         oldest = min(waiting, key=lambda pod: (pod.created_at, pod.name))
-        since = wording.date_and_minute(oldest.created_at)
-        return Finding(
-            "False", Reason.STARTING, f"{counts} ready; {place(oldest)} starting since {since}"
-        )
+        text = f"{place(oldest)} starting since {wording.date_and_minute(oldest.created_at)}"
+        return Finding("False", Reason.STARTING, f"{counts} ready; {text}")
     slowest = min(
         (pod for pod in waiting if pod.name in began), key=lambda p: (began[p.name], p.name)
     )
