@@ -31,7 +31,9 @@ REGISTRY_HOST = re.compile(
     )
     + r")\b"
 )
-MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|farm|home/(?!larder/)[a-z]\w*)/[\w.]")  # ours: HOME in pods
+MACHINE_PATH = re.compile(
+    r"(?<![\w.])/(?:work|root|farm|home/(?!larder/)[a-z]\w*)/[\w.]"
+)  # ours: HOME in pods
 EXEMPT_FROM_PATHS = {"LICENSE"}
 
 
