@@ -282,6 +282,13 @@ def test_owner_is_namespace_and_name(tmp_path: Path, uri: str, gets_in: bool) ->
         client.start()
         assert client.wait_connected(2.0) is gets_in
         client.close()
+        # Not silently: the page of the agent says whom it turned away, and why.
+        refused = agent.registry.refused_hellos()
+        assert len(refused) == (0 if gets_in else 1)
+        assert all(
+            "127.0.0.1: the certificate has no URI SAN larder://team/demo/ROLE" in r
+            for r in refused
+        )
 
 
 class Work:

@@ -246,7 +246,7 @@ def test_refusals_of_a_client_that_came_right_are_forgotten() -> None:
     folder_agent = local_agent(http="127.0.0.1:0")
     with folder_agent as agent:
         agent.guarded.clock = lambda: now_s[0]
-        agent.registry.note_refused("engine-1", "protocol_version 9 is not spoken here")
+        agent.registry.note_refused("engine engine-1", "protocol_version 9 is not spoken here")
         assert len(page_of(agent)["refused_hellos"]) == 1
         now_s[0] += 61.0
         assert page_of(agent)["refused_hellos"] == []

@@ -57,13 +57,14 @@ from cacheservice.agent.web import Pages, WebServer
 from cacheservice.client.values import TlsFiles
 from cacheservice.core.eviction import build_policy
 from cacheservice.core.store import SessionId, Store, StoreLimits
-from cacheservice.errors import ConfigError, StartCancelled
+from cacheservice.errors import ConfigError, Forbidden, StartCancelled
 from cacheservice.index.open import build_index
 from cacheservice.index.port import Index, IndexHealth
 from cacheservice.v1 import admin_pb2_grpc, cache_pb2, cache_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
+_SESSION = "/cacheservice.v1.CacheService/Session"
 SERVICES = ("cacheservice.v1.CacheService", "cacheservice.v1.AdminService")
 _PULL_SESSION = SessionId(0)
 """Clients' sessions are numbered from 1."""
@@ -297,9 +298,9 @@ class Agent:
 
     def _build_server(self, hints: RemoteHints) -> None:
         config = self.config
-        check = CallerCheck(speaks_tls=config.speaks_tls, owner=config.tls_owner)
+        self._caller_check = CallerCheck(speaks_tls=config.speaks_tls, owner=config.tls_owner)
         interceptor = StatusInterceptor(
-            check_caller=check.check, count_call=self._metrics.count_call,
+            check_caller=self._check_caller, count_call=self._metrics.count_call,
             raw_requests=RAW_REQUESTS, raw_responses=RAW_RESPONSES,
         )  # fmt: skip
         num_threads = config.max_sessions + config.max_calls
@@ -342,6 +343,15 @@ class Agent:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
+
+    def _check_caller(self, method: str, context: grpc.ServicerContext) -> None:
+        try:
+            self._caller_check.check(method, context)
+        except Forbidden as error:
+            if method == _SESSION:
+                host = str(context.peer()).rpartition(":")[0]
+                self._registry.note_refused(f"a client at {host}", str(error))
+            raise
 
     def _listen(self, config: AgentConfig) -> None:
         if config.listen is None:

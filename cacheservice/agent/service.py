@@ -339,7 +339,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         try:
             return parse_hello(hello)
         except RequestRejected as error:
-            self._registry.note_refused(hello.engine_name, str(error))
+            self._registry.note_refused(f"engine {hello.engine_name or '(no name)'}", str(error))
             raise
 
     def _end(self, session: LiveSession, why: str) -> None:

@@ -195,13 +195,13 @@ class SessionRegistry:
         with self._guarded.reading():
             self._greeting.pop(number, None)
 
-    def note_refused(self, engine_name: str, why: str) -> None:
-        """Keep what people should know of a client whose hello was refused; it tries again and again."""
-        shown = "".join(c for c in engine_name[:MAX_SHOWN_NAME] if c.isprintable()) or "(no name)"
+    def note_refused(self, who: str, why: str) -> None:
+        """Keep what people should know of a client that got no session; it tries again and again."""
+        shown = "".join(c for c in who[:MAX_SHOWN_NAME] if c.isprintable())
         now_s = self._guarded.clock()
         with self._guarded.reading():
-            self._refused[f"engine {shown}: {why}"] = now_s
-            self._refused.move_to_end(f"engine {shown}: {why}")
+            self._refused[f"{shown}: {why}"] = now_s
+            self._refused.move_to_end(f"{shown}: {why}")
             if len(self._refused) > MAX_REFUSED_KEPT:
                 self._refused.popitem(last=False)
 
