@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from cacheoperator import names
@@ -313,6 +314,19 @@ def test_every_kind_that_is_made_may_be_made(path: Path, *, shared_memory: bool)
         if kind.kind != "Secret":
             wanted |= {"list", "watch", "delete"}
         assert may[kind.group, kind.plural] == wanted, kind.kind
+
+
+def test_oldest_kubernetes_of_the_chart_knows_every_field() -> None:
+    """Fields behind a gate that was closed then are in its schema too: Chart.yaml says which matters."""
+    chart = yaml.safe_load((ROOT / "charts" / "larder" / "Chart.yaml").read_text())
+    oldest = chart["kubeVersion"].removeprefix(">=").removesuffix(".0-0")
+    checked = 0
+    for name in ("byo-engines", "cpu-cluster", "production"):
+        for item in _objects(load_manifest(ROOT / "examples" / f"{name}.yaml")):
+            if not item["apiVersion"].startswith("monitoring.coreos.com/"):
+                kubernetes_validate.validate(item, oldest, strict=True)
+                checked += 1
+    assert checked > 50
 
 
 def test_every_kind_that_may_be_made_is_made_for_some_example() -> None:
