@@ -135,6 +135,7 @@ def test_nothing_connects_before_the_first_call() -> None:
     index = build_index("redis://127.0.0.1:1")
     assert isinstance(index, RedisIndex)
     assert "has not been asked yet" in index.status().message
+    assert index.status().reason is None
     index.close()
 
 

@@ -85,7 +85,8 @@ class IndexReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class IndexStatus:
-    """Health with one sentence that names the remedy; empty message and no reason when ready."""
+    """Health with one sentence that names the remedy. Empty message and no reason when ready, unreachable without a
+    reason before the first call: nothing is known to be wrong then."""
 
     health: IndexHealth
     message: str = ""

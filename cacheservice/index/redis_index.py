@@ -246,10 +246,9 @@ class RedisIndex:
         if found is not None:
             return IndexStatus(found.health, str(found), found.reason)
         if not self._was_reached:
+            # Without a reason: nothing is wrong as far as is known.
             return IndexStatus(
-                IndexHealth.UNREACHABLE,
-                f"Redis at {self._location.label} has not been asked yet",
-                IndexReason.UNREACHABLE,
+                IndexHealth.UNREACHABLE, f"Redis at {self._location.label} has not been asked yet"
             )
         return IndexStatus(IndexHealth.READY)
 
