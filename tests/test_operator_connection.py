@@ -95,9 +95,12 @@ def test_the_patch_gives_a_plain_deployment_all_that_the_connector_needs(refs: R
     env = {item["name"]: item for item in container["env"]}
     assert env["HF_TOKEN"]["valueFrom"], "what was there stays"
     assert env["PYTHONPATH"]["value"] == "/opt/larder/site-packages"
-    key = env["LARDER_KV_TRANSFER_CONFIG"]["valueFrom"]["configMapKeyRef"]
-    assert key == {"name": "shared-connection", "key": "both.json"}
-    extra = json.loads(config_map(refs=refs)["data"][key["key"]])["kv_connector_extra_config"]
+    assert list(env).index("LARDER_POD_NAME") < list(env).index("LARDER_KV_TRANSFER_CONFIG")
+    assert env["LARDER_POD_NAME"]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
+    config = json.loads(env["LARDER_KV_TRANSFER_CONFIG"]["value"])
+    extra = config["kv_connector_extra_config"]
+    assert extra.pop("engine_name") == "$(LARDER_POD_NAME)"
+    assert config == json.loads(config_map(refs=refs)["data"]["both.json"])
 
     mounts = {item["mountPath"]: item["name"] for item in container["volumeMounts"]}
     volumes = {item["name"]: item for item in template["spec"]["volumes"]}

@@ -4,7 +4,7 @@
 `pod-patch.yaml` is a patch for a Deployment (`kubectl patch deployment NAME --patch-file`) that brings the connector,
 the way to the agent and the variables that carry those values, so that an engine's arguments need two flags more. Pure.
 
-Invariant: no secret is in it, and nothing that differs from pod to pod.
+Invariant: no secret is in it, and nothing that differs from pod to pod: names come from the pod itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import yaml
 
 from cacheoperator import names
-from cacheoperator.objects import engines
+from cacheoperator.objects import engines, pods
 from cacheoperator.objects.pods import Object
 from cacheoperator.refs import Refs, uses_shared_memory
 from cacheoperator.settings import Settings
@@ -25,6 +25,8 @@ ENGINE_OF_LABEL = "larder.dev/engine-of"
 """Of pods that others deploy: the KVCache that they use. The agents' NetworkPolicy lets them in by it."""
 PATCH_KEY = "pod-patch.yaml"
 CONFIG_ENV = "LARDER_KV_TRANSFER_CONFIG"
+POD_ENV = "LARDER_POD_NAME"
+"""Before CONFIG_ENV in the patch, as that names it."""
 
 
 def build(manifest: KVCacheManifest, refs: Refs, settings: Settings) -> list[Object]:
@@ -41,10 +43,12 @@ def build(manifest: KVCacheManifest, refs: Refs, settings: Settings) -> list[Obj
     ]
 
 
-def _transfer_config(manifest: KVCacheManifest, refs: Refs, role: EngineRole) -> str:
-    """Without a name for the engine: the connector takes the pod's host name."""
+def _transfer_config(
+    manifest: KVCacheManifest, refs: Refs, role: EngineRole, *, name: str = ""
+) -> str:
+    """Without `name` the connector makes one for each process, of host name and process id."""
     site = EngineSite(
-        name="",
+        name=name,
         role=role,
         host="0.0.0.0",
         port=names.ENGINE_PORT,
@@ -56,7 +60,7 @@ def _transfer_config(manifest: KVCacheManifest, refs: Refs, role: EngineRole) ->
 def pod_patch(manifest: KVCacheManifest, refs: Refs, settings: Settings) -> Object:
     """The patch of a Deployment whose container is named `vllm`; lists in it merge by name, as kubectl does."""
     ways = engines.agent_volumes(manifest, refs)
-    source = {"name": names.connection_name(manifest.name), "key": f"{EngineRole.BOTH}.json"}
+    config = _transfer_config(manifest, refs, EngineRole.BOTH, name=f"$({POD_ENV})")
     spec: Object = {
         "initContainers": [
             engines.payload_container(
@@ -68,7 +72,9 @@ def pod_patch(manifest: KVCacheManifest, refs: Refs, settings: Settings) -> Obje
                 "name": engines.CONTAINER,
                 "env": [
                     {"name": "PYTHONPATH", "value": engines.python_path(manifest)},
-                    {"name": CONFIG_ENV, "valueFrom": {"configMapKeyRef": source}},
+                    pods.field_env(POD_ENV, "metadata.name"),
+                    # Not a reference to both.json: Kubernetes puts the pod's name in for $(…) in plain values alone.
+                    {"name": CONFIG_ENV, "value": config},
                 ],
                 "volumeMounts": [
                     {"name": engines.PAYLOAD, "mountPath": engines.PAYLOAD_MOUNT, "readOnly": True},
@@ -99,7 +105,7 @@ def _explained_patch(manifest: KVCacheManifest, refs: Refs, settings: Settings) 
         f"  --prefix-caching-hash-algo={HASH_ALGORITHM}",
         f"  --kv-transfer-config=$({CONFIG_ENV})",
         f"The container is named {engines.CONTAINER} here: write your container's name if it has another.",
-        f"Engines for prefill or decode alone: {EngineRole.PREFILL}.json or {EngineRole.DECODE}.json as the key below.",
+        f'Engines for one half of the work: write "role":"{EngineRole.PREFILL}" or "{EngineRole.DECODE}" below.',
         "PYTHONPATH and supplementalGroups take the place of what is there: append what your engine needs.",
     ]
     return "".join(f"# {note}\n" for note in notes) + patch
