@@ -89,7 +89,19 @@ def golden_text(example: Path) -> str:
     assert not result.refusals, result.refusals
     # By way of JSON, so that YAML has no anchors for what is the same in two places.
     objects = json.loads(json.dumps(result.objects))
-    return yaml.safe_dump_all(objects, sort_keys=False, width=120)
+    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Text of several lines is written in lines: scripts and ConfigMaps are to be read, too."""
+
+
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
 
 
 if __name__ == "__main__":

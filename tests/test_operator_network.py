@@ -21,7 +21,8 @@ def ours(component: str) -> Caller:
 
 
 CALLERS: dict[str, Caller] = {
-    **{role: ours(role) for role in ("redis", "cache", "prefill", "decode", "router", "probe")},
+    **{role: ours(role) for role in ("redis", "cache", "prefill", "decode", "router")},
+    "probe": ("serving", {names.INSTANCE_LABEL: "demo", names.COMPONENT_LABEL: "probe"}),
     "operator": (SETTINGS.operator_namespace, {names.NAME_LABEL: SETTINGS.operator_name}),
     "fake operator": ("serving", {names.NAME_LABEL: SETTINGS.operator_name}),
     "foreign engine": ("serving", {"larder.dev/engine-of": "demo"}),
