@@ -41,6 +41,8 @@ LIVE_PATH = "/liveness"
 
 _SMG = f"""\
 import os, sys
+for name in [name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy")]:
+    del os.environ[name]
 from smg.cli import main
 secret = ["--control-plane-api-keys", "larder:larder:admin:" + os.environ.pop("{CONTROL_KEY_ENV}")]
 if os.environ.get("{ENGINE_KEY_ENV}"):
@@ -48,7 +50,7 @@ if os.environ.get("{ENGINE_KEY_ENV}"):
 main([*sys.argv[1:], *secret])
 """
 """smg takes keys as arguments only, and every user of a machine can read those of a process: so the arguments are
-made inside it."""
+made inside it. A proxy of the environment must not stand between it and engines; NO_PROXY=* does not help (1.13)."""
 
 
 @dataclass(frozen=True, slots=True)

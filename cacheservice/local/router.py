@@ -71,13 +71,7 @@ def router_program(
             prefill=urls[EngineRole.PREFILL], decode=urls[EngineRole.DECODE] + urls[EngineRole.BOTH]
         ),
     )  # fmt: skip
-    env = {
-        **environment,
-        CONTROL_KEY_ENV: secrets.token_urlsafe(24),
-        # A proxy from the environment must not stand between it and loopback.
-        "NO_PROXY": "*",
-        "no_proxy": "*",
-    }
+    env = {**environment, CONTROL_KEY_ENV: secrets.token_urlsafe(24)}
     return Program(
         name="router",
         argv=router_argv(site, router, python=sys.executable),
