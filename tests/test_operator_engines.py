@@ -18,6 +18,9 @@ from cacheoperator.objects.engines import EngineImages, choose_images
 from cacheoperator.refs import ImagesInUse, KeyPair, Refs, SharedMemoryVerdict, TlsMaterial
 from cacheoperator.settings import Images, Settings
 from cacheoperator.templates import TemplateRefused
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 
 from cacheservice.connector.config import parse_extra_config
 from cacheservice.manifest import KVCacheManifest, load_manifest, parse_manifest
@@ -619,6 +622,50 @@ def test_owned_flags_in_args_that_the_schema_let_pass_are_refused() -> None:
     with pytest.raises(TemplateRefused, match=r"^spec\.prefill\.args: remove --conf") as refused:
         engines.build(dataclasses.replace(parsed, prefill=role), REFS, SETTINGS)
     assert refused.value.reason == "ReservedArgument"
+
+
+KEYS = ["metadata", "spec", "labels", "containers", "initContainers", "volumes", "env", "name", "value", "args",
+        "command",
+        "image", "ports", "containerPort", "volumeMounts", "mountPath", "securityContext", "supplementalGroups",
+        "tolerations", "$patch"]  # fmt: skip
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(0, 9000),
+    st.sampled_from(["vllm", "larder-payload", "PYTHONPATH", "/run/larder", "--port", "x", ""]),
+)  # fmt: skip
+JSON = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@examples(max_examples=500, deadline=None)
+@given(
+    metadata=JSON,
+    spec=JSON,
+    container=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4),
+    is_wrapped=st.booleans(),
+)
+def test_any_template_is_merged_or_refused_in_words(
+    metadata: Any, spec: Any, container: dict[str, Any], is_wrapped: bool
+) -> None:
+    """Templates are opaque to the schema: whatever is in them must not stop the operator."""
+    if is_wrapped:
+        spec = {"containers": [{**container, "name": "vllm"}]}
+    parsed = with_template({"metadata": metadata, "spec": spec})
+    try:
+        (item,) = engines.build_role(parsed, REFS, SETTINGS, Component.DECODE)
+    except TemplateRefused as refused:
+        assert refused.message.startswith("spec.decode.template."), refused.message  # noqa: PT017
+        return
+    assert extra_config(item["spec"]["template"]["spec"])["engine_name"] == "$(POD_NAME)"
+    assert (
+        item["spec"]["selector"]["matchLabels"].items()
+        <= item["spec"]["template"]["metadata"]["labels"].items()
+    )
+    assert all(images_of(item))
 
 
 def test_rendering_twice_gives_the_same_bytes() -> None:
