@@ -79,13 +79,16 @@ class Children:
 
     def live(self, key: Key) -> dict[ObjectName, Stored]:
         """All watched objects with the labels of this KVCache, whoever controls them."""
-        found = {(child.kind, child.name): child for child in self._watched.children(key)}
+        deleted = self._watched.deleted
+        found = {
+            (child.kind, child.name): child
+            for child in self._watched.children(key)
+            if child.uid not in deleted
+        }
         written = self._written.get(key, {})
         for name, child in list(written.items()):
             seen = found.get(name)
-            if child.uid in self._watched.deleted or (
-                seen is not None and seen.version >= child.version
-            ):
+            if child.uid in deleted or (seen is not None and seen.version >= child.version):
                 del written[name]
             else:
                 found[name] = child
@@ -129,7 +132,7 @@ class Children:
                 outcome.errors.append(self._error(title, "", "delete", error, Memory()))
                 continue
             metrics.deletions.labels(kind.kind).inc()
-            self._watched.deleted.append(child.uid)
+            self._watched.note_deleted(child.uid)
             outcome.num_writes += 1
         return outcome
 

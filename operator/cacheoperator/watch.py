@@ -17,7 +17,6 @@ import asyncio
 import json
 import logging
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +41,8 @@ log = logging.getLogger(__name__)
 
 ours = f"{MANAGED_BY_LABEL}={MANAGED_BY}"
 our_pods = f"{NAME_LABEL}={APP_NAME}"
+
+most_deleted = 8192
 
 Key = tuple[str, str]
 """Namespace and name of a KVCache."""
@@ -114,8 +115,8 @@ class Watched:
         self._kinds: tuple[Kind, ...] = ()
         self.unwatched: frozenset[Kind] = frozenset()
         self.has_nodes = False
-        self.deleted: deque[str] = deque(maxlen=4096)
-        """UIDs of objects that went, the newest last."""
+        self.deleted: dict[str, None] = {}
+        """UIDs of objects that went, or that we deleted; the newest last, not all."""
         self._started = asyncio.Event()
         self._indexed = asyncio.Event()
 
@@ -138,6 +139,12 @@ class Watched:
     def pods(self, key: Key) -> tuple[Pod, ...]:
         found = [pod for pod in self._index(POD, key) if pod.uid not in self._deleted]
         return tuple(sorted(found, key=lambda pod: pod.name))
+
+    def note_deleted(self, uid: str) -> None:
+        """The object is gone, or will be as soon as its finalizers let it."""
+        self.deleted[uid] = None
+        if len(self.deleted) > most_deleted:
+            del self.deleted[next(iter(self.deleted))]
 
     def is_served(self, kind: Kind) -> bool:
         """Whether the API server knew `kind` when it was last asked."""
@@ -281,7 +288,7 @@ class Watched:
                 return
             if type == "DELETED":
                 self._deleted.discard(metadata["uid"])
-                self.deleted.append(metadata["uid"])
+                self.note_deleted(metadata["uid"])
             labels = metadata.get("labels") or {}
             name = metadata["name"] if kind is KVCACHE else labels.get(INSTANCE_LABEL)
             if name:

@@ -1,0 +1,273 @@
+"""Applying what differs, on an API server in memory: never more than needed, never what is not ours."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from cacheoperator.children import REPLICAS_MANAGER, Children, Memory, Outcome, normal
+from cacheoperator.errors import ClusterError, Conflict, Forbidden, Invalid, Unreachable
+from operator_fakes import Clock, FakeCluster, FakeWatched
+
+Json = dict[str, Any]
+KEY = ("ns", "demo")
+UID = "uid-of-demo"
+
+
+def owned(kind: str, name: str, uid: str = UID, **fields: Any) -> Json:
+    version = "apps/v1" if kind in ("Deployment", "DaemonSet") else "v1"
+    owner = {"kind": "KVCache", "name": "demo", "uid": uid, "controller": True}
+    return {
+        "apiVersion": version,
+        "kind": kind,
+        "metadata": {
+            "name": name,
+            "namespace": "ns",
+            "labels": {"app.kubernetes.io/component": "decode"},
+            "ownerReferences": [owner],
+        },
+        **fields,
+    }
+
+
+def deployment(replicas: int | None = None, image: str = "i:1") -> Json:
+    spec: Json = {"template": {"spec": {"containers": [{"name": "vllm", "image": image}]}}}
+    if replicas is not None:
+        spec["replicas"] = replicas
+    return owned("Deployment", "demo-decode", spec=spec)
+
+
+class World:
+    def __init__(self) -> None:
+        self.cluster = FakeCluster()
+        self.watched = FakeWatched(self.cluster)
+        self.clock = Clock()
+        self.children = Children(self.cluster, self.watched, self.clock)  # type: ignore[arg-type]
+        self.memory = Memory()
+
+    def apply(self, *wanted: Mapping[str, Any]) -> Outcome:
+        """One round; `cluster.writes` has the writes of this one alone."""
+        self.cluster.writes.clear()
+        return asyncio.run(self.children.apply(KEY, UID, wanted, self.memory))
+
+    def live(self, kind: str, name: str) -> Json:
+        body = self.cluster.body((kind, "ns", name))
+        assert body is not None
+        return body
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_second_round_writes_nothing_whether_the_watch_has_caught_up_or_not(world: World) -> None:
+    wanted = [
+        owned("Secret", "demo-key", data={"a": "eA=="}),
+        owned("Service", "demo", spec={"x": "1"}),
+        deployment(2),
+    ]
+    assert world.apply(*wanted).num_writes == 3
+    world.apply(*wanted)
+    assert world.cluster.writes == []
+    world.watched.look()
+    world.apply(*wanted)
+    assert world.cluster.writes == []
+    fresh = Children(world.cluster, world.watched, world.clock)  # type: ignore[arg-type]
+    asyncio.run(fresh.apply(KEY, UID, wanted, Memory()))
+    assert world.cluster.writes == [], "a restart remembers nothing and writes nothing"
+
+
+def test_foreign_changes_are_repaired_and_told_but_wishes_of_ours_are_not_repairs(
+    world: World,
+) -> None:
+    world.apply(deployment(2))
+    world.watched.look()
+    world.cluster.change(
+        ("Deployment", "ns", "demo-decode"), lambda live: live["spec"].update(replicas=9)
+    )
+    world.watched.look()
+    outcome = world.apply(deployment(2))
+    assert [(repair.object, repair.paths) for repair in outcome.repairs] == [
+        ("deployment/demo-decode", ("spec.replicas",))
+    ]
+    assert world.live("Deployment", "demo-decode")["spec"]["replicas"] == 2
+    world.watched.look()
+    outcome = world.apply(deployment(3))
+    assert outcome.repairs == []
+    assert world.live("Deployment", "demo-decode")["spec"]["replicas"] == 3
+
+
+def test_a_foreign_object_is_never_written(world: World) -> None:
+    theirs = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "demo", "namespace": "ns"},
+        "spec": {"x": "9"},
+    }
+    world.cluster.put(theirs)
+    outcome = world.apply(
+        owned("Service", "demo", spec={"x": "1"}), owned("ConfigMap", "other", data={"a": "b"})
+    )
+    assert world.cluster.writes == ["apply ConfigMap/other larder-operator"]
+    [error] = outcome.errors
+    assert (error.object, error.reason, error.component) == (
+        "service/demo",
+        "NameConflict",
+        "decode",
+    )
+    since = error.since
+    world.clock.pass_s(60)
+    [error] = world.apply(owned("Service", "demo", spec={"x": "1"})).errors
+    assert error.since == since, "since when it is so stays"
+
+
+def test_an_object_of_an_earlier_resource_of_this_name_is_waited_for(world: World) -> None:
+    world.cluster.put(owned("Service", "demo", uid="uid-of-before"))
+    outcome = world.apply(owned("Service", "demo"))
+    assert outcome.must_wait
+    assert outcome.errors == []
+    assert world.cluster.writes == []
+
+
+def test_later_applies_name_the_object_that_they_mean(world: World) -> None:
+    world.apply(owned("Service", "demo", spec={"x": "1"}))
+    world.watched.look()
+    id_ = ("Service", "ns", "demo")
+    world.cluster.uids[id_] = "another"  # deleted and made anew by someone while we looked away
+    outcome = world.apply(owned("Service", "demo", spec={"x": "2"}))
+    assert outcome.must_wait
+    assert world.live("Service", "demo")["spec"]["x"] == "1"
+
+
+def test_replicas_are_handed_over_before_they_are_left_out(world: World) -> None:
+    world.apply(deployment(3))
+    world.watched.look()
+    world.apply(deployment(None))
+    assert world.cluster.writes == [
+        f"apply Deployment/demo-decode {REPLICAS_MANAGER}",
+        "apply Deployment/demo-decode larder-operator",
+    ]
+    assert world.live("Deployment", "demo-decode")["spec"]["replicas"] == 3
+    world.watched.look()
+    world.cluster.change(
+        ("Deployment", "ns", "demo-decode"), lambda live: live["spec"].update(replicas=7)
+    )
+    world.watched.look()
+    world.apply(deployment(None))
+    assert world.cluster.writes == [], "an autoscaler's number is its own"
+
+
+def test_an_admission_webhook_that_insists_is_not_fought(world: World) -> None:
+    def insist(obj: Json) -> Json:
+        if obj["kind"] == "Deployment" and "spec" in obj:
+            obj["spec"]["template"]["spec"]["containers"][0]["image"] = "mirror/i:1"
+        return obj
+
+    world.cluster.webhook = insist
+    world.apply(deployment(1))
+    world.watched.look()
+    first = world.apply(deployment(1))
+    world.watched.look()
+    second = world.apply(deployment(1))
+    assert first.repairs == []
+    assert second.num_writes == 0
+    assert world.cluster.writes == []
+    world.apply(deployment(1, image="i:2"))
+    assert world.cluster.writes, "another wish is tried"
+
+
+def test_what_an_apply_can_not_undo_is_replaced(world: World) -> None:
+    world.apply(deployment(1))
+    world.watched.look()
+    world.apply(deployment(1))
+    world.cluster.change(
+        ("Deployment", "ns", "demo-decode"),
+        lambda live: live["spec"]["template"]["spec"]["containers"][0].update(image="evil"),
+    )
+    world.watched.look()
+    answers = [Invalid("two sources", code=422), None, None]
+    world.cluster.refuse = lambda verb, obj: answers.pop(0)
+    outcome = world.apply(deployment(1))
+    assert [line.split()[0] for line in world.cluster.writes] == [
+        "apply",
+        "replace-template",
+        "apply",
+    ]
+    assert outcome.errors == []
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            Forbidden(
+                'configmaps "x" is forbidden: exceeded quota: tight', code=403, reason="Forbidden"
+            ),
+            "QuotaExceeded",
+        ),
+        (Forbidden('User "u" cannot patch resource', code=403, reason="Forbidden"), "Forbidden"),
+        (Invalid("wrong", code=422, reason="Invalid", causes=(("spec.x", "no"),)), "Invalid"),
+        (Unreachable(".spec.foo: field not declared in schema", code=500), "Invalid"),
+    ],
+)
+def test_a_refusal_is_a_value_and_the_rest_goes_on(
+    world: World, error: ClusterError, reason: str
+) -> None:
+    world.cluster.refuse = lambda verb, obj: error if obj["kind"] == "ConfigMap" else None
+    outcome = world.apply(owned("ConfigMap", "x"), owned("Service", "demo"))
+    [found] = outcome.errors
+    assert (found.object, found.verb, found.reason) == ("configmap/x", "create", reason)
+    assert found.field_path == (error.causes[0][0] if error.causes else "")
+    assert world.cluster.body(("Service", "ns", "demo")) is not None
+
+
+def test_a_server_that_does_not_answer_ends_the_round(world: World) -> None:
+    world.cluster.refuse = lambda verb, obj: Unreachable("no answer")
+    with pytest.raises(Unreachable):
+        world.apply(owned("ConfigMap", "x"))
+
+
+def test_a_conflict_is_tried_again(world: World) -> None:
+    world.cluster.refuse = lambda verb, obj: Conflict("changed", code=409)
+    outcome = world.apply(owned("ConfigMap", "x"))
+    assert outcome.must_wait
+    assert outcome.errors == []
+
+
+def test_the_authority_is_not_stored_when_a_leaf_was_refused(world: World) -> None:
+    world.cluster.refuse = lambda verb, obj: (
+        Forbidden("no", code=403) if obj["metadata"]["name"] == "demo-agent-tls" else None
+    )
+    world.apply(
+        owned("Secret", "demo-agent-tls"),
+        owned("Secret", "demo-authority"),
+        owned("Service", "demo"),
+    )
+    assert world.cluster.writes == [
+        "apply Secret/demo-agent-tls larder-operator",
+        "apply Service/demo larder-operator",
+    ]
+
+
+def test_prune_deletes_what_is_ours_and_not_wanted(world: World) -> None:
+    world.apply(owned("Service", "keep"), owned("Service", "drop"))
+    world.cluster.put(
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "theirs", "namespace": "ns"}}
+    )
+    world.watched.look()
+    world.cluster.writes.clear()
+    asyncio.run(world.children.prune(KEY, UID, [owned("Service", "keep")]))
+    assert world.cluster.writes == ["delete Service/drop"]
+    asyncio.run(world.children.prune(KEY, UID, [owned("Service", "keep")]))
+    assert world.cluster.writes == ["delete Service/drop"], (
+        "once, though the watch has not told yet"
+    )
+
+
+def test_string_data_is_data() -> None:
+    wanted = normal({"kind": "Secret", "stringData": {"a": "x"}, "data": {"b": "eQ=="}})
+    assert wanted["data"] == {"a": "eA==", "b": "eQ=="}
+    assert "stringData" not in wanted
