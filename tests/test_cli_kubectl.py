@@ -441,16 +441,19 @@ class FakeKubectl:
 
 
 @contextmanager
-def agent_page(content: dict[str, Any]) -> Iterator[int]:
-    """An agent's HTTP, as a port of loopback."""
+def agent_page(content: dict[str, Any] | str) -> Iterator[int]:
+    """An agent's HTTP, as a port of loopback; a text is why it is not ready."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
             pass
 
         def do_GET(self) -> None:
-            body = json.dumps(content).encode() if "statusz" in self.path else b"cacheservice_x 1\n"
-            self.send_response(200)
+            is_ready = not isinstance(content, str)
+            body = (json.dumps(content) if is_ready else str(content)).encode()
+            if "metrics" in self.path:
+                body = b"cacheservice_x 1\n"
+            self.send_response(200 if is_ready else 503)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -483,6 +486,26 @@ def test_status_ends_with_1_when_it_is_not_ready(
     ).resource
     assert fake.run("status", "demo", "-o", "json", monkeypatch=monkeypatch) == 1
     assert json.loads(capsys.readouterr().out)["conditions"][0]["reason"] == "NoNodes"
+
+
+def test_an_agent_that_starts_says_what_it_waits_for(
+    fake: FakeKubectl, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with agent_page("waiting for 64 MiB of memory") as port:
+        fake.answers["port"] = port
+        fake.run("status", "demo", monkeypatch=monkeypatch)
+    line = line_with(capsys.readouterr().out, "demo-cache-a")
+    assert line.endswith("answers 503: waiting for 64 MiB of memory")
+
+
+def test_an_agent_that_is_gone_is_said_to_be(
+    fake: FakeKubectl, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with agent_page({}) as port:
+        fake.answers["port"] = port
+    fake.run("status", "demo", monkeypatch=monkeypatch)
+    line = line_with(capsys.readouterr().out, "demo-cache-a")
+    assert line.endswith("does not answer on port 7501; its pod is ready")
 
 
 def test_one_request_is_explained(

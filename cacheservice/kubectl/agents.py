@@ -58,17 +58,22 @@ def ask_agents(
             if not isinstance(page, dict):
                 return AgentAnswer(name, node, None, "its /statusz is no JSON object")
             return AgentAnswer(name, node, page)
-        except EngineError:
-            # What http.client says is about our end of the forward.
-            return AgentAnswer(
-                name, node, None, f"does not answer on port {AGENT_HTTP_PORT}; its pod is {state}"
-            )
+        except EngineError as error:
+            return AgentAnswer(name, node, None, _unanswered(str(error), state))
         except LarderError as error:
             return AgentAnswer(name, node, None, str(error))
         except ValueError:
             return AgentAnswer(name, node, None, "its /statusz is no JSON")
 
     return tuple(_each(ask, pods))
+
+
+def _unanswered(said: str, state: str) -> str:
+    """An agent that starts answers 503 and says what it waits for; the rest is about our end of the forward."""
+    answered = re.search(r": (\d{3}) (.*)$", said, re.DOTALL)
+    if answered:
+        return f"answers {answered[1]}: {' '.join(answered[2].split())[:200]}"
+    return f"does not answer on port {AGENT_HTTP_PORT}; its pod is {state}"
 
 
 def fetch(
