@@ -155,6 +155,12 @@ def test_the_digest_of_a_password_tells_nothing_across_kvcaches() -> None:
     )
 
 
+def test_a_pod_that_cannot_start_is_replaced_by_one_that_can() -> None:
+    """Seen on a cluster: with OrderedReady a wrong image stays after it was corrected, until a person deletes the pod."""
+    spec = one(rendered(manifest()), "StatefulSet", "demo-redis")["spec"]
+    assert spec["podManagementPolicy"] == "Parallel"
+
+
 def test_an_external_redis_gets_nothing_of_ours() -> None:
     result = rendered(manifest("  redis: {external: {address: 'r:6379'}}\n"))
     assert not [o for o in result.objects if o["metadata"]["name"].startswith("demo-redis")]

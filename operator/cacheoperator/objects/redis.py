@@ -127,6 +127,9 @@ def _stateful_set(
         "spec": {
             "replicas": 1,
             "serviceName": name,
+            # Otherwise a pod that can't start, by a wrong image for example, is never replaced by a right one: the
+            # controller waits for it to become ready first.
+            "podManagementPolicy": "Parallel",
             "selector": {"matchLabels": names.selector_labels(manifest.name, Component.REDIS)},
             "template": templates.overlaid(
                 pod, embedded.template, where="spec.redis.embedded.template",
