@@ -156,7 +156,7 @@ def test_the_digest_of_a_password_tells_nothing_across_kvcaches() -> None:
 
 
 def test_a_pod_that_cannot_start_is_replaced_by_one_that_can() -> None:
-    """Seen on a cluster: with OrderedReady a wrong image stays after it was corrected, until a person deletes the pod."""
+    """Seen: with OrderedReady a wrong image stays after it was corrected, until a person deletes the pod."""
     spec = one(rendered(manifest()), "StatefulSet", "demo-redis")["spec"]
     assert spec["podManagementPolicy"] == "Parallel"
 
