@@ -13,7 +13,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-KEYS = {"containers": ("name",), "env": ("name",), "ports": ("containerPort", "protocol")}
+KEYS = {
+    "containers": ("name",),
+    "initContainers": ("name",),
+    "env": ("name",),
+    "ports": ("containerPort", "protocol"),
+}
 ATOMIC = {"args", "tolerations", "nodeSelector", "finalNames"}
 DROPPED = {"hostNetwork", "value", "args", "tolerations", "nodeSelector", "labels", "env", "ports"}
 """Left out of what is stored when zero or empty."""

@@ -11,7 +11,7 @@ from typing import Any
 from apply_model import Server
 from cacheoperator.cluster import Applied
 from cacheoperator.errors import ClusterError, Conflict
-from cacheoperator.kinds import SECRET, Kind, kind_of
+from cacheoperator.kinds import LEASE, POD, SECRET, Kind, child_kinds
 from cacheoperator.names import FIELD_MANAGER
 from cacheoperator.watch import Key, Stored, store
 
@@ -171,13 +171,7 @@ class FakeWatched:
         yield from (child for child in self._seen if child.namespace == key[0])
 
 
-kinds_by_name = {
-    kind: kind_of({"apiVersion": version, "kind": kind})
-    for version, kind in [
-        ("v1", "Secret"), ("v1", "Service"), ("v1", "ConfigMap"), ("apps/v1", "Deployment"), ("apps/v1", "DaemonSet"),
-        ("v1", "Pod"), ("coordination.k8s.io/v1", "Lease"),
-    ]
-}  # fmt: skip
+kinds_by_name = {kind.kind: kind for kind in (*child_kinds, POD, LEASE)}
 
 
 def id_of(obj: Mapping[str, Any]) -> Id:

@@ -37,6 +37,7 @@ from cacheoperator.kinds import (
 from cacheoperator.names import Component
 from cacheoperator.observed import (
     AgentReport,
+    ApplyError,
     Observed,
     Pod,
     Warning,  # noqa: A004 - Kubernetes' word
@@ -154,10 +155,15 @@ class Reconciler:
 
         live = self._children.live(key)
         now = self._now()
-        gathered = await gather(
-            self._cluster, self._watched, self._settings, manifest, resource, live, now,
-            known.denial,
-        )  # fmt: skip
+        try:
+            gathered = await gather(
+                self._cluster, self._watched, self._settings, manifest, resource, live, now,
+                known.denial,
+            )  # fmt: skip
+        except Unreachable:
+            raise
+        except ClusterError as error:
+            return await self._tell_unread(key, known, resource, manifest, error)
         rendered = render.render(manifest, gathered.refs, self._settings)
         objects = [annotated(obj, manifest, gathered) for obj in rendered.objects]
         outcome = Outcome()
@@ -180,6 +186,35 @@ class Reconciler:
             due_s = max(1.0, (gathered.certificates_due - now).total_seconds())
             look = replace(look, again_s=min(due_s, look.again_s or due_s))
         return look
+
+    async def _tell_unread(
+        self,
+        key: Key,
+        known: Known,
+        resource: Json,
+        manifest: KVCacheManifest,
+        error: ClusterError,
+    ) -> Look:
+        """What rendering needs may not be read: nothing can be applied, and that is what status says."""
+        outcome = Outcome(
+            errors=[
+                ApplyError(
+                    object=f"namespace/{key[0]}",
+                    component="",
+                    verb="get",
+                    code=error.code,
+                    reason=error.reason or type(error).__name__,
+                    message=error.message,
+                    since=known.applied.errors.setdefault((key[0], error.reason), self._now()),
+                )
+            ]
+        )
+        observed = replace(
+            self._observed_bare(resource),
+            apply_errors=tuple(outcome.errors),
+            pods=self._watched.pods(key),
+        )
+        return await self._tell(key, known, resource, manifest, observed, outcome)
 
     def _observed_bare(self, resource: Json, *, is_refused: str = "") -> Observed:
         return Observed(
@@ -357,11 +392,11 @@ class Reconciler:
         for repair in outcome.repairs:
             message = f"{repair.object}: {paths_text(repair.paths)} put right; someone else had changed it"
             await self._teller.tell(*key, known.uid, "Normal", "DriftRepaired", message)
-        looks = [
-            wait_s,
-            status.recheck_after_s(new, observed),
-            self._next_look(known, observed, is_ready=is_ready),
-        ]
+        looks = [wait_s, status.recheck_after_s(new, observed)]
+        if (
+            not has_failed
+        ):  # each look would send the refused apply again: the queue's backoff says when
+            looks.append(self._next_look(known, observed, is_ready=is_ready))
         times = [time for time in looks if time is not None]
         return Look(has_failed, min(times) if times else None)
 

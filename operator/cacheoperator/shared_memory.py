@@ -17,7 +17,7 @@ from typing import Any
 
 from cacheoperator import names
 from cacheoperator.cluster import Cluster
-from cacheoperator.errors import ClusterError, Unreachable
+from cacheoperator.errors import ClusterError, Forbidden, Unreachable
 from cacheoperator.kinds import NAMESPACE
 from cacheoperator.refs import SharedMemoryVerdict
 from cacheoperator.settings import Settings
@@ -64,8 +64,11 @@ def read_annotation(label: str, value: str) -> SharedMemoryVerdict | None:
 
 
 async def enforce_label(cluster: Cluster, namespace: str) -> str:
-    """Value of the namespace's enforce label, "" for none."""
-    found = await cluster.get(NAMESPACE, None, namespace)
+    """Value of the namespace's enforce label, "" for none, or when it may not be read: the dry run decides then."""
+    try:
+        found = await cluster.get(NAMESPACE, None, namespace)
+    except Forbidden:
+        return ""
     labels = ((found or {}).get("metadata") or {}).get("labels") or {}
     return str(labels.get(ENFORCE_LABEL, ""))
 

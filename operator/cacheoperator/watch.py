@@ -26,7 +26,7 @@ import kopf
 from cacheoperator import observe
 from cacheoperator.cluster import Cluster
 from cacheoperator.errors import Forbidden, NotFound
-from cacheoperator.kinds import KVCACHE, NODE, POD, Kind, watched_children
+from cacheoperator.kinds import KVCACHE, NODE, POD, POD_MONITOR, Kind, watched_children
 from cacheoperator.names import (
     APP_NAME,
     FIELD_MANAGER,
@@ -211,6 +211,8 @@ class Watched:
             if lost:
                 log.info("missed deletions kind=%s count=%d", kind.kind, len(lost))
                 self._deleted |= lost
+        if not self.is_served(POD_MONITOR) and await self._cluster.serves(POD_MONITOR):
+            self.unwatched |= {POD_MONITOR}
 
     async def wait_until_read(self) -> None:
         """Returns when the indexes hold what was in the cluster at the start.

@@ -1,0 +1,374 @@
+"""A reconcile from a KVCache to its status, on an API server in memory; and what decides about hostPath and leases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cacheoperator import reconcile, shared_memory
+from cacheoperator.__main__ import read_settings
+from cacheoperator.children import Children
+from cacheoperator.cluster import Cluster
+from cacheoperator.errors import ClusterError, Forbidden, NotFound, Unreachable
+from cacheoperator.kinds import KVCACHE, LEASE, Kind
+from cacheoperator.lease import LEASE_NAME, Lease
+from cacheoperator.probe import Prober
+from cacheoperator.reconcile import Look, Reconciler
+from cacheoperator.settings import Images, Settings
+from cacheoperator.watch import Key, Stored, store
+from operator_fakes import Clock, FakeCluster, FakeWatched
+
+from cacheservice.errors import ConfigError
+
+Json = dict[str, Any]
+KEY = ("ns", "demo")
+IMAGES = Images(
+    engine_cuda="e:1",
+    engine_cpu="e:1",
+    payload="p:1",
+    agent="a:1",
+    redis="r:1",
+    router_smg="s:1",
+    router_vllm="v:1",
+)
+
+
+class Agents:
+    async def ask(self, pods: object) -> tuple[()]:
+        return ()
+
+
+class Teller:
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+
+    async def tell(
+        self, namespace: str, name: str, uid: str, type_: str, reason: str, message: str
+    ) -> None:
+        self.told.append((reason, message))
+
+
+class Watched(FakeWatched):
+    """Children as FakeWatched has them, and one KVCache."""
+
+    def __init__(self, cluster: ApiServer) -> None:
+        super().__init__(cluster)
+        self._api = cluster
+
+    def kvcache(self, key: Key) -> Stored | None:
+        return None if self._api.resource is None else store(KVCACHE, self._api.resource)
+
+    def pods(self, key: Key) -> tuple[()]:
+        return ()
+
+    def nodes(self) -> None:
+        return None
+
+    def is_served(self, kind: Kind) -> bool:
+        return False
+
+
+class ApiServer(FakeCluster):
+    """With the KVCache's status, and lists, which are empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = 1000
+        self.statuses: list[Json] = []
+        self.resource: Json | None = {
+            "apiVersion": "larder.dev/v1alpha1",
+            "kind": "KVCache",
+            "metadata": {
+                "name": "demo",
+                "namespace": "ns",
+                "uid": "u",
+                "generation": 1,
+                "resourceVersion": "1",
+            },
+            "spec": {
+                "model": {"name": "m"},
+                "engine": {"device": "cpu"},
+                "decode": {"replicas": 0},
+                "cache": {"cpu": "64Mi", "nodeSelector": {"a": "b"}},
+                "redis": {"external": {"address": "redis.x.svc:6379"}},
+                "router": {"type": "None"},
+                "tls": {"mode": "Off"},
+            },
+        }
+
+    async def get(self, kind: Kind, namespace: str | None, name: str) -> Json | None:
+        return None if kind.kind == "Namespace" else await super().get(kind, namespace, name)
+
+    async def list(self, kind: Kind, namespace: str, **_: Any) -> list[Json]:
+        return []
+
+    async def write_status(
+        self, kind: Kind, namespace: str, name: str, uid: str, status: Mapping[str, Any]
+    ) -> Json:
+        if self.resource is None:
+            raise NotFound("gone", code=404)
+        self.version += 1
+        self.statuses.append(dict(status))
+        return {"metadata": {"resourceVersion": str(self.version)}}
+
+    def catch_up(self) -> None:
+        """The watch shows the newest status."""
+        assert self.resource is not None
+        self.resource["status"] = self.statuses[-1]
+        self.resource["metadata"]["resourceVersion"] = str(self.version)
+
+
+class World:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.api = ApiServer()
+        self.clock = Clock()
+        self.watched = Watched(self.api)
+        self.teller = Teller()
+        self.settings = Settings(operator_version="1", images=IMAGES)
+        self.summary = "1/1"
+        self.reason = "Fine"
+        monkeypatch.setattr(reconcile.status, "status", self._status)
+        monkeypatch.setattr(reconcile.status, "transitions", lambda old, new: [])
+        monkeypatch.setattr(reconcile.status, "recheck_after_s", lambda new, observed: None)
+        self.observed: Any = None
+        self.restart()
+
+    def restart(self) -> None:
+        """An operator that remembers nothing."""
+        any_: Any = self.api
+        watched: Any = self.watched
+        agents: Any = Agents()
+        teller: Any = self.teller
+        self.reconciler = Reconciler(
+            cluster=any_, watched=watched, children=Children(any_, watched, self.clock), agents=agents, teller=teller,
+            settings=self.settings, now=self.clock, prober=Prober(any_, self.settings, self.clock, lambda key: None),
+        )  # fmt: skip
+
+    def _status(self, manifest: object, observed: Any, previous: Mapping[str, Any]) -> Json:
+        self.observed = observed
+        return {
+            "summary": self.summary,
+            "conditions": [{"type": "Ready", "status": "True", "reason": self.reason}],
+        }
+
+    def round(self) -> Look:
+        """One reconcile; `api.writes` has its writes alone."""
+        self.api.writes.clear()
+        return asyncio.run(self.reconciler.reconcile(KEY))
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def test_children_first_then_quiet(world: World) -> None:
+    world.round()
+    assert "apply DaemonSet/demo-cache larder-operator" in world.api.writes
+    assert len(world.api.statuses) == 1
+    world.watched.look()
+    world.api.catch_up()
+    world.round()
+    assert world.api.writes == []
+    world.restart()
+    world.round()
+    assert world.api.writes == [], "no dry run either: the verdict is on the DaemonSet"
+    assert len(world.api.statuses) == 1
+
+
+def test_summaries_wait_ten_seconds_and_conditions_do_not(world: World) -> None:
+    world.round()
+    world.summary = "0/1"
+    look = world.round()
+    assert len(world.api.statuses) == 1
+    assert look.again_s is not None
+    assert look.again_s <= 10
+    world.clock.pass_s(10)
+    world.round()
+    assert len(world.api.statuses) == 2
+    world.summary, world.reason = "1/1", "Other"
+    world.round()
+    assert len(world.api.statuses) == 3, "a condition changed"
+
+
+def test_a_status_that_the_watch_has_not_shown_yet_is_not_written_again(world: World) -> None:
+    world.round()
+    world.clock.pass_s(60)
+    world.round()
+    assert len(world.api.statuses) == 1
+
+
+def test_a_resource_that_went_is_forgotten(world: World) -> None:
+    world.round()
+    assert world.reconciler.ready == {KEY}
+    world.api.resource = None
+    assert world.round() == Look()
+    assert world.api.writes == []
+    assert world.reconciler.ready == set()
+
+
+def test_paused_applies_nothing_and_asks_nothing(world: World) -> None:
+    assert world.api.resource is not None
+    world.api.resource["spec"]["paused"] = True
+    world.round()
+    assert world.api.writes == []
+    assert len(world.api.statuses) == 1
+
+
+def test_a_manifest_that_is_refused_touches_nothing_but_status(world: World) -> None:
+    assert world.api.resource is not None
+    world.api.resource["spec"]["cache"]["gpu"] = "3Gi"
+    world.round()
+    assert world.api.writes == []
+    assert "gpu" in world.observed.is_refused
+
+
+def test_a_refusal_is_observed_and_tried_again_by_backoff_alone(world: World) -> None:
+    world.api.refuse = lambda verb, obj: (
+        Forbidden("quota", code=403) if obj["kind"] == "ConfigMap" else None
+    )
+    look = world.round()
+    assert look.has_failed
+    assert look.again_s is None
+    assert [error.object for error in world.observed.apply_errors] == ["configmap/demo-connection"]
+
+
+def test_a_server_that_does_not_answer_is_the_callers_matter(world: World) -> None:
+    world.api.refuse = lambda verb, obj: Unreachable("away")
+    with pytest.raises(Unreachable):
+        world.round()
+
+
+def test_what_may_not_be_read_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(*_: Any) -> None:
+        raise Forbidden('User "u" cannot get resource "secrets"', code=403, reason="Forbidden")
+
+    monkeypatch.setattr(reconcile, "gather", refused)
+    look = world.round()
+    assert look.has_failed
+    assert [error.reason for error in world.observed.apply_errors] == ["Forbidden"]
+    assert len(world.api.statuses) == 1
+
+
+# hostPath
+
+
+@pytest.mark.parametrize(
+    ("refused", "is_allowed", "dry_runs"),
+    [((), True, 1), (("folder",), False, 2), (("folder", "plain"), True, 2)],
+)
+def test_hostpath_is_refused_only_when_the_folder_is_the_cause(
+    world: World, refused: tuple[str, ...], *, is_allowed: bool, dry_runs: int
+) -> None:
+    def refuse(verb: str, obj: Mapping[str, Any]) -> ClusterError | None:
+        if verb != "dry-run":
+            return None
+        kind = "folder" if obj["spec"].get("volumes") else "plain"
+        return Forbidden(f"no {kind}", code=403) if kind in refused else None
+
+    world.api.refuse = refuse
+    world.round()
+    asked = [line for line in world.api.writes if line.startswith("dry-run")]
+    assert len(asked) == dry_runs
+    daemon_set = world.api.body(("DaemonSet", "ns", "demo-cache"))
+    assert daemon_set is not None
+    assert ("hostPath" in str(daemon_set)) == is_allowed
+    value = daemon_set["metadata"]["annotations"][shared_memory.ANNOTATION]
+    remembered = shared_memory.read_annotation("", value)
+    assert remembered is not None
+    assert remembered.is_allowed == is_allowed
+
+
+def test_a_verdict_holds_for_its_label_alone() -> None:
+    verdict = shared_memory.SharedMemoryVerdict(is_allowed=False, reason="a policy says no")
+    value = shared_memory.write_annotation("privileged", verdict)
+    assert shared_memory.read_annotation("privileged", value) == verdict
+    assert shared_memory.read_annotation("", value) is None
+    assert shared_memory.read_annotation("", "") is None
+    assert shared_memory.read_annotation("", "nonsense") is None
+
+
+# Leases
+
+
+class Seconds:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_one_operator_holds_the_lease_until_it_is_silent() -> None:
+    async def test() -> None:
+        cluster: Any = FakeCluster()
+        seconds = Seconds()
+        first = Lease(cluster, "ns", "first", clock=seconds)
+        second = Lease(cluster, "ns", "second", clock=seconds)
+        assert await first.try_once()
+        assert not await second.try_once()
+        assert second.holder == "first"
+        seconds.now = 14.0
+        assert not await second.try_once()
+        assert await first.try_once()
+        seconds.now = 28.0
+        assert not await second.try_once(), "it was renewed meanwhile"
+        seconds.now = 44.0
+        assert await second.try_once()
+        assert not await first.try_once()
+        assert first.holder == "second"
+
+    asyncio.run(test())
+
+
+def test_a_lease_given_back_is_free_at_once() -> None:
+    async def test() -> None:
+        cluster: Any = FakeCluster()
+        first, second = Lease(cluster, "ns", "first"), Lease(cluster, "ns", "second")
+        assert await first.try_once()
+        await second.release()
+        assert not await second.try_once(), "it was not its own to give back"
+        await first.release()
+        assert await second.try_once()
+        found = await cluster.get(LEASE, "ns", LEASE_NAME)
+        assert found["spec"]["leaseTransitions"] == 1
+
+    asyncio.run(test())
+
+
+# Settings
+
+
+def test_settings_are_read_and_unknown_keys_refused(tmp_path: Path) -> None:
+    path = tmp_path / "operator.yaml"
+    images = "\n".join(f"  {name}: x:1" for name in Images.__dataclass_fields__)
+    path.write_text(f"images:\n{images}\nwatch_namespaces: [a]\nresync_s: 9\n", encoding="utf-8")
+    settings = read_settings(path, {"POD_NAMESPACE": "there"})
+    assert (settings.watch_namespaces, settings.resync_s, settings.operator_namespace) == (
+        ("a",),
+        9,
+        "there",
+    )
+    for text in (f"images:\n{images}\nresync: 9\n", "images: {agent: x}\n", "images: 3\n", "[]"):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"operator\.yaml"):
+            read_settings(path, {})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_settings(tmp_path / "none.yaml", {})
+
+
+def test_secrets_are_never_listed() -> None:
+    from cacheoperator.kinds import SECRET, watched_children
+
+    assert SECRET not in watched_children
+
+    async def test() -> None:
+        from kubernetes.aio import client
+
+        async with Cluster(client.Configuration(host="http://127.0.0.1:9")) as cluster:
+            with pytest.raises(AssertionError):
+                await cluster.list(SECRET, "ns")
+
+    asyncio.run(test())
