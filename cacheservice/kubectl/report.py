@@ -6,9 +6,11 @@ of keys; everything else goes through `redaction`; what may not be read is named
 
 from __future__ import annotations
 
+import functools
 import json
 import zipfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,39 +34,44 @@ KINDS = (
 """Children, by label. Never secrets."""
 DESCRIBED = ("pods", "deployments.apps", "daemonsets.apps", "statefulsets.apps", "services")
 LOG_LINES = 5000
+NUM_AT_ONCE = 6
+"""Runs of kubectl; each takes a tenth of a second of a core."""
 OPERATOR_LABEL = "app.kubernetes.io/name=larder-operator"
 
 
 class Report:
-    """The zip while it is written. What can't be read is kept for README.txt."""
+    """The zip while it is written. What can't be read is kept for README.txt.
+
+    Files are asked for first and made by `finish`, a few at a time: each is a run of kubectl.
+    """
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive = archive
+        self._wanted: list[tuple[str, Callable[[], str]]] = []
         self._names: list[str] = []
         self._missing: list[str] = []
 
     def text(self, name: str, make: Callable[[], str]) -> None:
-        """A file of text; nothing when there is none."""
-        try:
-            content = make()
-        except LarderError as error:
-            self._missing.append(f"{name}: {redact_text(str(error))}")
-            return
-        if content.strip():
-            self._write(name, redact_text(content))
+        """A file of text; none when it would be empty."""
+        self._wanted.append((name, lambda: redact_text(make())))
 
     def json(self, name: str, make: Callable[[], Any]) -> None:
         """A file of JSON."""
-        try:
-            value = make()
-        except LarderError as error:
-            self._missing.append(f"{name}: {redact_text(str(error))}")
-            return
-        # Redacted as an object, and again as text: a ConfigMap holds JSON as a string.
-        self._write(name, json.dumps(redact_object(value), indent=1, ensure_ascii=False))
+        self._wanted.append(
+            (name, lambda: json.dumps(redact_object(make()), indent=1, ensure_ascii=False))
+        )
 
     def finish(self, title: str) -> None:
-        """Write README.txt."""
+        """Make all files, then README.txt."""
+        with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+            for (name, _), (content, problem) in zip(
+                self._wanted, pool.map(_made, self._wanted), strict=True
+            ):
+                if problem:
+                    self._missing.append(f"{name}: {redact_text(problem)}")
+                elif content.strip():
+                    self._archive.writestr(name, content)
+                    self._names.append(name)
         lines = [
             title,
             f"made by kubectl larder {__version__}; values that look like secrets are (redacted)",
@@ -83,9 +90,13 @@ class Report:
     def missing(self) -> tuple[str, ...]:
         return tuple(self._missing)
 
-    def _write(self, name: str, content: str) -> None:
-        self._archive.writestr(name, content)
-        self._names.append(name)
+
+def _made(wanted: tuple[str, Callable[[], str]]) -> tuple[str, str]:
+    """Content, or why there is none."""
+    try:
+        return wanted[1](), ""
+    except LarderError as error:
+        return "", str(error)
 
 
 def write_report(kubectl: Kubectl, seen: Seen, path: Path) -> Report:
@@ -178,17 +189,20 @@ def _agent(report: Report, kubectl: Kubectl, namespace: str, pod: str, problem: 
     if problem:
         report.text(f"agents/{pod}", _raiser(problem))
         return
+
+    @functools.cache
+    def pages() -> list[str]:
+        return fetch(kubectl, namespace, pod, ["/statusz?outcomes=1", "/metrics"])
+
+    report.text(f"agents/{pod}.metrics.txt", lambda: pages()[1])
+    report.json(f"agents/{pod}.statusz.json", lambda: _parsed(pages()[0]))
+
+
+def _parsed(text: str) -> Any:
     try:
-        status, metrics = fetch(kubectl, namespace, pod, ["/statusz?outcomes=1", "/metrics"])
-    except LarderError as error:
-        report.text(f"agents/{pod}", _raiser(str(error)))
-        return
-    try:
-        page = json.loads(status)
+        return json.loads(text)
     except ValueError:
-        page = status
-    report.json(f"agents/{pod}.statusz.json", lambda: page)
-    report.text(f"agents/{pod}.metrics.txt", lambda: metrics)
+        return text
 
 
 def _operator(report: Report, kubectl: Kubectl) -> None:
