@@ -960,7 +960,9 @@ def test_agent_that_stops_answering_does_not_keep_the_session_thread(
         for _ in range(2):
             num_pings, num_calls = len(agent.pings), agent.num_calls["Release"]
             until(lambda n=num_pings: len(agent.pings) > n, "a ping")  # type: ignore[misc]
-            assert agent.num_calls["Release"] <= num_calls + 1, "one unanswered call per ping"
+            # Counted before the pings: on a busy machine several may have come meanwhile.
+            num_new = agent.num_calls["Release"] - num_calls
+            assert num_new <= len(agent.pings) - num_pings + 1, "one unanswered call per ping"
         client.close()
         assert not any(t is client._keeper._thread for t in threading.enumerate())
         assert agent.num_calls["Release"] < 7
