@@ -25,13 +25,16 @@ def main() -> None:
     order = json.load(sys.stdin)
     with concurrent.futures.ThreadPoolExecutor(order["concurrency"]) as pool:
         while True:
-            list(pool.map(lambda pair: send(order["url"], *pair), enumerate(order["requests"])))
+            list(pool.map(lambda pair: send(order, *pair), enumerate(order["requests"])))
             if not order["repeat_until_closed"] or STOP.exists():
                 break
 
 
-def send(url: str, index: int, body: dict[str, object]) -> None:
-    """One request and its line of output."""
+def send(order: dict[str, object], index: int, body: dict[str, object]) -> None:
+    """One request and its line of output; nothing any more once an order without end was told to stop."""
+    if order["repeat_until_closed"] and STOP.exists():
+        return
+    url = order["url"]
     started = time.monotonic()
     request = urllib.request.Request(
         f"{url}/v1/completions",

@@ -13,13 +13,30 @@ from collections.abc import Generator, Iterator
 
 import pytest
 import yaml
-from live_cluster import CACHE, REPOSITORY, CommandFailed, Namespace, is_ready, kubectl, run, until
+from live_cluster import (
+    CACHE,
+    REPOSITORY,
+    CommandFailed,
+    Namespace,
+    image,
+    is_ready,
+    kubectl,
+    reference,
+    run,
+    until,
+)
+from traffic import client_pod, control_pod, until_pod_ready
 
 IS_STRICT = bool(os.environ.get("CI") or os.environ.get("LARDER_E2E_STRICT"))
 IS_BUNDLED = bool(os.environ.get("LARDER_E2E_BUNDLED"))
 IS_SHARED = bool(os.environ.get("LARDER_E2E_SHARED"))
 """Others use the cluster too: leave the CustomResourceDefinition to them and watch our namespaces alone."""
+IS_KEPT = bool(os.environ.get("LARDER_E2E_KEEP"))
 PREFIX = os.environ.get("LARDER_E2E_PREFIX", "e2e")
+START_S = 480
+"""An engine on a CPU starts in 30-58 s; three at once on two busy cores take longer."""
+LAST = ("test_journey", "test_kubectl_larder", "test_faults_engines")
+"""Files that share the pair of real engines, in the order of what they do to it."""
 NAMESPACES = ("journey", "faults", "quota", "restricted", "admission")
 USED: list[Namespace] = []
 
@@ -60,7 +77,8 @@ def pytest_make_collect_report(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that look inside nodes need the bundled cluster."""
+    """Tests that look inside nodes need the bundled cluster; those of real engines come last, the rough ones at last."""
+    items.sort(key=lambda item: LAST.index(item.path.stem) if item.path.stem in LAST else -1)
     for item in items:
         if item.get_closest_marker("bundled") and not IS_BUNDLED:
             item.add_marker(
@@ -84,15 +102,17 @@ def cluster() -> None:
 
 @pytest.fixture(scope="session")
 def namespaces(cluster: None) -> Iterator[dict[str, Namespace]]:
-    """Our namespaces, empty at first and deleted at the end."""
+    """Our namespaces, empty at first and deleted at the end; with LARDER_E2E_KEEP they are used again as they are."""
     made = {short: Namespace(f"{PREFIX}-{short}") for short in NAMESPACES}
     names = [namespace.name for namespace in made.values()]
-    kubectl("delete", "namespace", *names, "--ignore-not-found", timeout_s=180)
+    if not IS_KEPT:
+        kubectl("delete", "namespace", *names, "--ignore-not-found", timeout_s=180)
     for name in names:
-        kubectl("create", "namespace", name)
+        if not kubectl("get", "namespace", name, "--ignore-not-found"):
+            kubectl("create", "namespace", name)
     USED.extend(made.values())
     yield made
-    if not os.environ.get("LARDER_E2E_KEEP"):
+    if not IS_KEPT:
         kubectl("delete", "namespace", *names, "--wait=false")
 
 
@@ -129,15 +149,34 @@ def installation(namespaces: dict[str, Namespace]) -> Iterator[Namespace]:
         timeout_s=60,
     )
     yield system
-    if not os.environ.get("LARDER_E2E_KEEP"):
+    if not IS_KEPT:
         run("helm", "uninstall", "larder", "--namespace", system.name, "--wait")
         kubectl("delete", "namespace", system.name, "--wait=false")
 
 
-def image(name: str) -> dict[str, str]:
-    """The chart's words for an image of e2e/images.py; LARDER_E2E_REGISTRY is where another cluster finds them."""
-    registry = os.environ.get("LARDER_E2E_REGISTRY", "localhost")
-    return {"registry": registry, "repository": name, "tag": "dev"}
+@pytest.fixture(scope="session")
+def journey(installation: Namespace, namespaces: dict[str, Namespace]) -> Namespace:
+    """A namespace with a client, a plain engine called control, and examples/cpu-cluster.yaml, which is Ready."""
+    namespace = namespaces["journey"]
+    example = REPOSITORY / "examples" / "cpu-cluster.yaml"
+    spec = yaml.safe_load(example.read_text(encoding="utf-8"))["spec"]
+    model_path, python_path = spec["model"]["path"], spec["engine"]["pythonPath"]
+    namespace.apply(
+        client_pod(reference("larder")),
+        control_pod(reference("engine-cpu"), model_path, python_path, spec["decode"]["args"]),
+    )
+    namespace.kubectl("apply", "-f", str(example))
+    namespace.kubectl(
+        "wait", "--for=condition=Ready", "kvcache/demo", f"--timeout={START_S}s", timeout_s=START_S + 10
+    )  # fmt: skip
+    until_pod_ready(namespace, "control", START_S)
+    return namespace
+
+
+@pytest.fixture(scope="session")
+def endpoint(journey: Namespace) -> str:
+    """Where the KVCache demo of `journey` answers, as its status says it."""
+    return str(journey.get("kvcache", "demo")["status"]["endpoint"])
 
 
 @pytest.fixture(scope="session")

@@ -204,6 +204,18 @@ class Namespace:
             return str(problem)
 
 
+def image(name: str) -> dict[str, str]:
+    """The chart's words for an image of e2e/images.py; LARDER_E2E_REGISTRY is where another cluster finds them."""
+    registry = os.environ.get("LARDER_E2E_REGISTRY", "localhost")
+    return {"registry": registry, "repository": name, "tag": "dev"}
+
+
+def reference(name: str) -> str:
+    """The same as one word, for a pod."""
+    parts = image(name)
+    return f"{parts['registry']}/{parts['repository']}:{parts['tag']}"
+
+
 def is_ready(workload: Mapping[str, Any]) -> bool:
     """Whether a Deployment, StatefulSet or DaemonSet runs as written, every pod of it ready and of the newest form."""
     status, wanted = workload.get("status", {}), workload["spec"].get("replicas", 1)

@@ -5,13 +5,13 @@ Engines are stand-ins here (images/stand-in), so each fault costs seconds. Fault
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from live_cluster import Document, Namespace, is_ready, kubectl, until
-from test_journey import reference
+from live_cluster import Document, Namespace, is_ready, kubectl, reference, until
 from traffic import RESTRICTED, until_pod_ready
 
 pytestmark = pytest.mark.timeout(400)
@@ -29,7 +29,7 @@ def kvcache(name: str, *changes: Mapping[str, Any]) -> Document:
         "spec": {
             "model": {"name": "stand-in", "path": "/nowhere"},
             "engine": {"device": "cpu", "image": reference("stand-in"), "sharedMemory": "16Mi"},
-            "cache": {"cpu": "64Mi", "nodeSelector": NODE_ONE},
+            "cache": {"cpu": "64Mi", "nodeSelector": dict(NODE_ONE)},
             "redis": {"embedded": {"memory": "64Mi"}},
             "router": {"type": "None"},
             "decode": {"template": stand_in("ready")},
@@ -44,7 +44,7 @@ def stand_in(mode: str, **container: Any) -> Document:
     """A template for decode: what the stand-in does, and on which node."""
     return {
         "spec": {
-            "nodeSelector": NODE_ONE,
+            "nodeSelector": dict(NODE_ONE),
             "containers": [
                 {
                     "name": "vllm",
@@ -64,7 +64,7 @@ def _merge(into: Document, change: Mapping[str, Any]) -> None:
         elif isinstance(value, Mapping) and isinstance(into.get(key), dict) and key != "template":
             _merge(into[key], value)
         else:
-            into[key] = value
+            into[key] = copy.deepcopy(value)
 
 
 @contextmanager
@@ -165,7 +165,7 @@ def test_engine_on_a_node_without_an_agent(faults):
         condition = faults.until_condition(
             name, "CacheReady", "False", "NoLocalCache", containing=["apart-decode"]
         )
-        assert "does not match the agents' node selector" in condition["message"]
+        assert "which has no agent" in condition["message"]
         assert problem(faults, name, "NoLocalCache")["object"].startswith("node/")
 
 
@@ -207,7 +207,8 @@ def test_engine_that_crashes_says_its_last_words(faults):
 
 def test_engine_that_is_killed_for_memory(faults):
     template = stand_in(
-        "memory", resources={"requests": {"cpu": "10m"}, "limits": {"memory": "64Mi"}}
+        "memory",
+        resources={"requests": {"cpu": "10m", "memory": "32Mi"}, "limits": {"memory": "64Mi"}},
     )
     with applied(faults, kvcache("memory", {"decode": {"template": template}})) as name:
         faults.until_condition(
@@ -366,9 +367,14 @@ def external(address: str, secret: str = "") -> Document:
 
 @contextmanager
 def credentials(namespace: Namespace, name: str, username: str, password: str) -> Iterator[str]:
-    namespace.kubectl(
-        "create", "secret", "generic", name, f"--from-literal=username={username}", f"--from-literal=password={password}"
-    )  # fmt: skip
+    namespace.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": name},
+            "stringData": {"username": username, "password": password},
+        }
+    )
     try:
         yield name
     finally:
@@ -458,7 +464,10 @@ def test_deleted_resource_leaves_nothing_within_a_minute(faults, redis):
         pattern = f"larder:{uid.replace('-', '')[:8]}:*"
         until("keys of this resource in Redis", lambda: keys(faults, pattern), timeout_s=30)
         faults.delete("kvcache", "gone")
-        kinds = "pods,services,configmaps,secrets,deployments,daemonsets,statefulsets,networkpolicies,poddisruptionbudgets,serviceaccounts"
+        kinds = (
+            "pods,services,configmaps,secrets,serviceaccounts,deployments,daemonsets,statefulsets,"
+            "networkpolicies,poddisruptionbudgets,roles,rolebindings"
+        )
         until(
             "nothing of it is left",
             lambda: not faults.list(kinds, "app.kubernetes.io/instance=gone"),

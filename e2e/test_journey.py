@@ -10,11 +10,8 @@ import json
 import time
 
 import pytest
-import yaml
-from conftest import image
 from live_cluster import (
     AUDIT_LOG,
-    REPOSITORY,
     Document,
     Namespace,
     in_node,
@@ -25,53 +22,14 @@ from live_cluster import (
 from traffic import (
     Answer,
     body,
-    client_pod,
-    control_pod,
     prompt,
     send,
-    until_pod_ready,
 )
 
 pytestmark = pytest.mark.timeout(900)
 
 NAME = "demo"
-EXAMPLE = REPOSITORY / "examples" / "cpu-cluster.yaml"
 NUM_QUESTIONS = 4
-START_S = 480
-"""An engine on a CPU starts in 30-58 s; three at once on two busy cores take longer."""
-
-
-def reference(name: str) -> str:
-    parts = image(name)
-    return f"{parts['registry']}/{parts['repository']}:{parts['tag']}"
-
-
-@pytest.fixture(scope="module")
-def journey(installation: Namespace, namespaces: dict[str, Namespace]) -> Namespace:
-    """A namespace with a client, a control and the example, which is Ready."""
-    namespace = namespaces["journey"]
-    example = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))["spec"]
-    namespace.apply(
-        client_pod(reference("larder")),
-        control_pod(
-            reference("engine-cpu"),
-            example["model"]["path"],
-            example["engine"]["pythonPath"],
-            example["decode"]["args"],
-        ),
-    )
-    namespace.kubectl("apply", "-f", str(EXAMPLE))
-    namespace.kubectl(
-        "wait", "--for=condition=Ready", f"kvcache/{NAME}", f"--timeout={START_S}s", timeout_s=START_S + 10
-    )  # fmt: skip
-    until_pod_ready(namespace, "control", START_S)
-    return namespace
-
-
-@pytest.fixture(scope="module")
-def endpoint(journey: Namespace) -> str:
-    """As status says it."""
-    return str(journey.get("kvcache", NAME)["status"]["endpoint"])
 
 
 @pytest.fixture(scope="module")

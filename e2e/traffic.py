@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import subprocess
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,8 +120,11 @@ def control_pod(image: str, model_path: str, python_path: str, args: Sequence[st
                         {"name": "OMP_NUM_THREADS", "value": "1"},
                     ],
                     "readinessProbe": {"httpGet": {"path": "/health", "port": 8000}, "periodSeconds": 2},
+                    "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
                 }
             ],
+            # vLLM's processes want 160 MiB of shared memory; a container has 64 by itself.
+            "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "256Mi"}}],
         },
     }  # fmt: skip
 
@@ -155,7 +159,7 @@ def send(
 
 
 class Load:
-    """Requests without end while a test does something to the cluster: a context manager, `answers` come at its end."""
+    """Requests without end while a test does something to the cluster: a context manager; `answers` grow meanwhile."""
 
     def __init__(
         self, namespace: Namespace, url: str, bodies: Sequence[Document], concurrency: int
@@ -163,6 +167,7 @@ class Load:
         self._namespace = namespace
         self._order = _order(url, bodies, concurrency, repeat=True)
         self._process: subprocess.Popen[str] | None = None
+        self._reader = threading.Thread(target=self._read)
         self.answers: list[Answer] = []
 
     def __enter__(self) -> Self:
@@ -174,14 +179,30 @@ class Load:
         assert self._process.stdin is not None
         self._process.stdin.write(self._order)
         self._process.stdin.close()
-        self._process.stdin = None
+        # Read as they come: a full pipe would hold the client back.
+        self._reader.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._process is not None
         self._namespace.kubectl("exec", CLIENT, "--", "touch", "/tmp/stop")
-        output, _ = self._process.communicate(timeout=180)
-        self.answers = [_answer(line) for line in output.splitlines()]
+        self._process.wait(timeout=180)
+        self._reader.join()
+
+    def until_answered(self, number: int, timeout_s: float = 90) -> None:
+        """Wait until that many more requests have been answered well."""
+        begun = len(self.answers)
+
+        def look() -> bool:
+            return sum(answer.status == 200 for answer in self.answers[begun:]) >= number
+
+        until(f"{number} more answers", look, timeout_s=timeout_s)
+
+    def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.answers.append(_answer(line))
 
 
 def _order(url: str, bodies: Sequence[Document], concurrency: int, *, repeat: bool = False) -> str:

@@ -9,6 +9,7 @@ memory   takes memory until the kernel ends it
 import argparse
 import json
 import os
+import signal
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -48,6 +49,8 @@ if __name__ == "__main__":
     flags.add_argument("--port", type=int, default=8000)
     site, _ = flags.parse_known_args()
     print(f"stand-in in mode {MODE}, started with {sys.argv[1:]}")
+    # As a container's first process it would not hear of it otherwise.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if MODE == "crash":
         sys.exit("stand-in: told to crash")
     if MODE == "memory":
