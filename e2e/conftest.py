@@ -77,7 +77,7 @@ def pytest_make_collect_report(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that look inside nodes need the bundled cluster; those of real engines come last, the rough ones at last."""
+    """Tests that look inside nodes need the bundled cluster; those of real engines come last, rough ones at the end."""
     items.sort(key=lambda item: LAST.index(item.path.stem) if item.path.stem in LAST else -1)
     for item in items:
         if item.get_closest_marker("bundled") and not IS_BUNDLED:

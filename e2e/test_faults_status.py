@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -94,30 +94,48 @@ def problem(namespace: Namespace, name: str, reason: str) -> Document:
     return dict(found[0])
 
 
-def test_missing_secret_is_named_and_heals_when_it_comes(faults):
-    document = kvcache("secret", {"model": {"tokenSecretRef": {"name": "hugging"}}})
-    with applied(faults, document) as name:
-        condition = faults.until_condition(
-            name,
-            "Accepted",
-            "False",
-            "SecretNotFound",
-            containing=["hugging", "spec.model.tokenSecretRef"],
-        )
-        assert faults.name in condition["message"]
-        assert faults.conditions(name)["Ready"]["reason"] == "SecretNotFound"
-        # Only what stood a minute calls for a person.
-        assert faults.conditions(name)["Stalled"]["status"] != "True"
-        stalled = faults.until_condition(name, "Stalled", "True", "SecretNotFound", timeout_s=120)
-        assert "hugging" in stalled["message"]
-        assert faults.events(name, "SecretNotFound")
-        try:
-            faults.kubectl("create", "secret", "generic", "hugging", "--from-literal=token=x")
-            faults.until_condition(name, "Accepted", "True", timeout_s=150)
-            faults.until_condition(name, "EnginesReady", "True", timeout_s=60)
-            faults.until_condition(name, "Stalled", "False", timeout_s=30)
-        finally:
-            faults.delete("secret", "hugging")
+# What takes a minute by its nature is begun first, and its end is looked at last.
+
+SLOW = kvcache(
+    "slow", {"engine": {"startupTimeoutSeconds": 60}, "decode": {"template": stand_in("never")}}
+)
+BARE = kvcache("bare", {"prefill": {"template": stand_in("ready")}})
+SECRETIVE = kvcache("secret", {"model": {"tokenSecretRef": {"name": "hugging"}}})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def long_ones(faults: Namespace, redis: str) -> Iterator[None]:
+    with credentials(faults, "wrong", "larder", "wrong") as secret, ExitStack() as stack:
+        for document in (SLOW, BARE, SECRETIVE, kvcache("password", external(redis, secret))):
+            stack.enter_context(applied(faults, document))
+        yield
+
+
+def test_engine_that_loads_says_since_when(faults):
+    faults.until_condition(
+        "slow", "EnginesReady", "False", "ModelLoading", containing=["loading since", "60 s"]
+    )
+
+
+def test_missing_secret_is_named(faults):
+    condition = faults.until_condition(
+        "secret",
+        "Accepted",
+        "False",
+        "SecretNotFound",
+        containing=["hugging", "spec.model.tokenSecretRef"],
+    )
+    assert faults.name in condition["message"]
+    assert faults.conditions("secret")["Ready"]["reason"] == "SecretNotFound"
+    assert faults.events("secret", "SecretNotFound")
+
+
+def test_redis_with_another_password_is_told(faults, redis):
+    faults.until_condition(
+        "password", "RedisReady", "False", "AuthFailed", timeout_s=120, containing=[redis, "larder"]
+    )
+    # The kubelet shows a changed Secret within 90 s or so: see the end of this file.
+    faults.patch("secret", "wrong", {"stringData": {"password": "right"}})
 
 
 def test_name_of_another_owner_is_never_taken_over(faults):
@@ -214,31 +232,6 @@ def test_engine_that_is_killed_for_memory(faults):
         faults.until_condition(
             name, "EnginesReady", "False", "OOMKilled", timeout_s=90,
             containing=["limit 64Mi", "spec.decode.template"],
-        )  # fmt: skip
-
-
-def test_engine_without_the_connector(faults):
-    with applied(faults, kvcache("bare", {"prefill": {"template": stand_in("ready")}})) as name:
-        faults.until_condition(name, "EnginesReady", "True", timeout_s=90)
-        faults.until_condition(
-            name,
-            "TransferVerified",
-            "False",
-            "ConnectorMissing",
-            timeout_s=180,
-            containing=["stand-in"],
-        )
-
-
-def test_engine_that_loads_for_too_long(faults):
-    change = {"engine": {"startupTimeoutSeconds": 60}, "decode": {"template": stand_in("never")}}
-    with applied(faults, kvcache("slow", change)) as name:
-        faults.until_condition(
-            name, "EnginesReady", "False", "ModelLoading", containing=["loading since", "60 s"]
-        )
-        faults.until_condition(
-            name, "EnginesReady", "False", "StartupTimeout", timeout_s=180,
-            containing=["within 60 s", "raise spec.engine.startupTimeoutSeconds"],
         )  # fmt: skip
 
 
@@ -389,19 +382,6 @@ def test_redis_that_nobody_answers_for(faults):
         )  # fmt: skip
 
 
-def test_redis_with_another_password_heals_when_the_secret_is_corrected(faults, redis):
-    with (
-        credentials(faults, "wrong", "larder", "wrong") as secret,
-        applied(faults, kvcache("password", external(redis, secret))) as name,
-    ):
-        faults.until_condition(
-            name, "RedisReady", "False", "AuthFailed", timeout_s=120, containing=[redis, "larder"]
-        )
-        faults.patch("secret", secret, {"stringData": {"password": "right"}})
-        # The kubelet shows a changed Secret within 90 s or so.
-        faults.until_condition(name, "RedisReady", "True", timeout_s=180)
-
-
 def test_redis_that_permits_too_little_prints_the_line_that_is_needed(faults, redis):
     with (
         credentials(faults, "weak", "weak", "right") as secret,
@@ -482,3 +462,45 @@ def keys(namespace: Namespace, pattern: str) -> list[str]:
         "exec", "others", "--", "redis-cli", "--user", "larder", "-a", "right", "--no-auth-warning", "KEYS", pattern
     )  # fmt: skip
     return output.split()
+
+
+# The ends of what was begun first
+
+
+def test_what_stood_a_minute_calls_for_a_person_and_heals_by_itself(faults):
+    stalled = faults.until_condition("secret", "Stalled", "True", "SecretNotFound", timeout_s=120)
+    assert "hugging" in stalled["message"]
+    try:
+        faults.kubectl("create", "secret", "generic", "hugging", "--from-literal=token=x")
+        faults.until_condition("secret", "Accepted", "True", timeout_s=150)
+        faults.until_condition("secret", "EnginesReady", "True", timeout_s=60)
+        faults.until_condition("secret", "Stalled", "False", timeout_s=30)
+    finally:
+        faults.delete("secret", "hugging")
+
+
+def test_engine_without_the_connector(faults):
+    faults.until_condition("bare", "EnginesReady", "True", timeout_s=90)
+    faults.until_condition(
+        "bare",
+        "TransferVerified",
+        "False",
+        "ConnectorMissing",
+        timeout_s=180,
+        containing=["stand-in"],
+    )
+
+
+def test_redis_heals_when_its_secret_is_corrected(faults):
+    faults.until_condition("password", "RedisReady", "True", timeout_s=180)
+
+
+def test_engine_that_loaded_for_too_long(faults):
+    faults.until_condition(
+        "slow",
+        "EnginesReady",
+        "False",
+        "StartupTimeout",
+        timeout_s=180,
+        containing=["within 60 s", "raise spec.engine.startupTimeoutSeconds"],
+    )
