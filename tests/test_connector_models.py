@@ -286,7 +286,9 @@ class Sent:
         return sum(o["num_bytes"] for o in new if (o["kind"], o["rank"]) == ("save", rank))
 
     def _outcomes(self) -> list[dict[str, Any]]:
-        outcomes: list[dict[str, Any]] = json.loads(self._agent.get("/statusz?outcomes=1")[1])["outcomes"]
+        outcomes: list[dict[str, Any]] = json.loads(self._agent.get("/statusz?outcomes=1")[1])[
+            "outcomes"
+        ]
         return sorted(outcomes, key=lambda o: -o["age_s"])
 
 
