@@ -131,7 +131,7 @@ def installation(namespaces: dict[str, Namespace]) -> Iterator[Namespace]:
             "routerVllm": image("larder-router"),
         },
         "imagePullPolicy": "IfNotPresent",
-        "operator": {"resyncSeconds": 60},
+        "operator": {"resyncSeconds": 30},
     }
     if IS_SHARED:
         values["crds"] = {"enabled": False}
