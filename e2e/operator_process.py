@@ -50,7 +50,7 @@ class Operator:
             "image_pull_policy": "IfNotPresent",
             "watch_namespaces": list(namespaces),
             "http_port": self.port,
-            "resync_s": 4.0,
+            "resync_s": 2.0,
             **settings,
         }
         self._config.write_text(yaml.safe_dump(values), encoding="utf-8")
