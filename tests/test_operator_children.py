@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from cacheoperator.children import REPLICAS_MANAGER, Children, Memory, Outcome, normal
-from cacheoperator.errors import ClusterError, Conflict, Forbidden, Invalid, Unreachable
+from cacheoperator.errors import Broken, ClusterError, Conflict, Forbidden, Invalid, Unreachable
 from operator_fakes import Clock, FakeCluster, FakeWatched
 
 Json = dict[str, Any]
@@ -75,6 +75,12 @@ def test_a_second_round_writes_nothing_whether_the_watch_has_caught_up_or_not(wo
     world.watched.look()
     world.apply(*wanted)
     assert world.cluster.writes == []
+    wanted[2] = deployment(3)
+    world.apply(*wanted)
+    assert world.cluster.writes == ["apply Deployment/demo-decode larder-operator"]
+    world.apply(*wanted)
+    assert world.cluster.writes == [], "the watch still shows the number of before"
+    world.watched.look()
     fresh = Children(world.cluster, world.watched, world.clock)  # type: ignore[arg-type]
     asyncio.run(fresh.apply(KEY, UID, wanted, Memory()))
     assert world.cluster.writes == [], "a restart remembers nothing and writes nothing"
@@ -210,7 +216,11 @@ def test_what_an_apply_can_not_undo_is_replaced(world: World) -> None:
         ),
         (Forbidden('User "u" cannot patch resource', code=403, reason="Forbidden"), "Forbidden"),
         (Invalid("wrong", code=422, reason="Invalid", causes=(("spec.x", "no"),)), "Invalid"),
-        (Unreachable(".spec.foo: field not declared in schema", code=500), "Invalid"),
+        (Broken(".spec.foo: field not declared in schema", code=500), "Invalid"),
+        (
+            Broken('failed calling webhook "x"', code=500, reason="InternalError"),
+            "InternalError",
+        ),
     ],
 )
 def test_a_refusal_is_a_value_and_the_rest_goes_on(

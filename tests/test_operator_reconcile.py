@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from cacheoperator import reconcile, shared_memory
 from cacheoperator.__main__ import read_settings
 from cacheoperator.children import Children
 from cacheoperator.cluster import Cluster
-from cacheoperator.errors import ClusterError, Forbidden, NotFound, Unreachable
+from cacheoperator.errors import Broken, ClusterError, Forbidden, NotFound, Unreachable
 from cacheoperator.kinds import KVCACHE, LEASE, Kind
 from cacheoperator.lease import LEASE_NAME, Lease
 from cacheoperator.probe import Prober
@@ -240,6 +241,78 @@ def test_a_server_that_does_not_answer_is_the_callers_matter(world: World) -> No
     world.api.refuse = lambda verb, obj: Unreachable("away")
     with pytest.raises(Unreachable):
         world.round()
+
+
+def test_a_secret_that_is_refused_does_not_change_what_pods_are_made_with(world: World) -> None:
+    assert world.api.resource is not None
+    world.api.resource["spec"] |= {"redis": {}, "router": {}, "tls": {}}
+    world.api.refuse = lambda verb, obj: (
+        Forbidden("exceeded quota", code=403)
+        if obj["metadata"]["name"] in ("demo-redis-password", "demo-operator-tls")
+        else None
+    )
+    assert world.round().has_failed
+    assert "apply StatefulSet/demo-redis larder-operator" in world.api.writes
+    world.watched.look()
+    assert world.round().has_failed
+    assert sorted(world.api.writes) == [
+        "apply Secret/demo-operator-tls larder-operator",
+        "apply Secret/demo-redis-password larder-operator",
+    ]
+    world.api.refuse = lambda verb, obj: None
+    assert not world.round().has_failed
+    assert sorted(world.api.writes) == [
+        "apply Secret/demo-authority larder-operator",
+        "apply Secret/demo-operator-tls larder-operator",
+        "apply Secret/demo-redis-password larder-operator",
+    ]
+    world.round()
+    assert world.api.writes == []
+
+
+def test_a_deleted_password_is_made_anew_once(world: World) -> None:
+    assert world.api.resource is not None
+    world.api.resource["spec"]["redis"] = {}
+    secret = ("Secret", "ns", "demo-redis-password")
+    world.round()
+    world.watched.look()
+    world.round()
+    before = world.api.body(secret)
+    del world.api.servers[secret], world.api.uids[secret]
+    world.round()
+    after = world.api.body(secret)
+    assert before is not None
+    assert after is not None
+    assert before["data"] != after["data"]
+    assert "apply StatefulSet/demo-redis larder-operator" in world.api.writes
+    world.watched.look()
+    world.round()
+    assert world.api.writes == []
+
+
+def test_engines_that_the_watch_does_not_show_keep_their_images(world: World) -> None:
+    world.round()
+    world.settings = replace(
+        world.settings, images=replace(IMAGES, engine_cpu="e:2", payload="p:2")
+    )
+    world.restart()
+    world.round()
+    live = world.api.body(("Deployment", "ns", "demo-decode"))
+    assert live is not None
+    [engine] = live["spec"]["template"]["spec"]["containers"]
+    assert engine["image"] == "e:1"
+    assert "dry-run Pod/demo-admission-check" not in world.api.writes
+
+
+def test_a_server_that_fails_behind_itself_is_told(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: Any) -> None:
+        raise Broken('failed calling webhook "x"', code=500, reason="InternalError")
+
+    monkeypatch.setattr(reconcile, "gather", broken)
+    assert world.round().has_failed
+    assert [error.reason for error in world.observed.apply_errors] == ["InternalError"]
 
 
 def test_what_may_not_be_read_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 from cacheoperator.cluster import Cluster, login
 from cacheoperator.errors import (
+    Broken,
     ClusterError,
     Conflict,
     Forbidden,
@@ -20,7 +21,7 @@ from cacheoperator.errors import (
     Unreachable,
 )
 from cacheoperator.kinds import CONFIG_MAP, DEPLOYMENT, KVCACHE, POD, kind_of
-from cacheoperator.watch import controller_uid, store
+from cacheoperator.watch import Watched, controller_uid, store
 from kubernetes.aio import client
 
 Json = dict[str, Any]
@@ -50,7 +51,7 @@ def with_server(
     ("status", "error"),
     [
         (400, Invalid), (401, Forbidden), (403, Forbidden), (409, Conflict), (410, Gone), (422, Invalid),
-        (429, Unreachable), (500, Unreachable), (503, Unreachable),
+        (429, Unreachable), (500, Broken), (503, Unreachable),
     ],
 )  # fmt: skip
 def test_answers_of_the_api_server_become_errors_of_ours(
@@ -205,6 +206,30 @@ def test_an_object_is_kept_whole_but_for_the_fields_of_other_managers() -> None:
     ]
     assert len(body["metadata"]["managedFields"]) == 2, "what kopf gave stays as it was"
     assert controller_uid({"metadata": {}}) == ""
+
+
+def test_an_object_that_comes_back_to_the_watch_was_not_deleted() -> None:
+    """The API server tells DELETED, too, when a label that the watch selects by is taken away."""
+    any_: Any = None
+    changed: list[Any] = []
+    watched = Watched(changed=changed.append, namespaces=(), cluster=any_)
+
+    def event(change: str | None, version: int, uid: str = "u") -> None:
+        metadata = {"name": "a", "namespace": "ns", "uid": uid, "resourceVersion": str(version)}
+        labels = {"app.kubernetes.io/instance": "demo"}
+        watched.notice(DEPLOYMENT, change, {"metadata": {**metadata, "labels": labels}})
+
+    event("DELETED", 7)
+    event("MODIFIED", 6)
+    assert "u" in watched.deleted, "an event that was under way"
+    event("MODIFIED", 8)
+    assert "u" not in watched.deleted
+    watched.note_deleted("v")
+    event("MODIFIED", 9, "v")
+    assert "v" in watched.deleted, "deleted by us, and the watch has not told yet"
+    event("DELETED", 10, "v")
+    assert "v" in watched.deleted
+    assert changed == [("ns", "demo")] * 5
 
 
 def test_urls_of_kinds() -> None:

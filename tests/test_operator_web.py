@@ -48,7 +48,7 @@ async def ask(monkeypatch: pytest.MonkeyPatch, handler: object, *ips: str) -> tu
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     monkeypatch.setattr(statusz, "AGENT_HTTP_PORT", runner.addresses[0][1])
-    agents = statusz.Agents(timeout_s=0.5)
+    agents = statusz.Agents(timeout_s=0.5 if handler is hang else 30.0)
     try:
         return tuple(report.problem for report in await agents.ask([pod(ip) for ip in ips]))
     finally:
@@ -73,6 +73,12 @@ async def flood(_: web.Request) -> web.Response:
     return web.Response(body=b"x" * (statusz.largest_answer_bytes + 1))
 
 
+async def send_away(request: web.Request) -> web.Response:
+    if request.query:
+        return web.json_response({"epoch": 3})
+    raise web.HTTPFound("/statusz?elsewhere=1")
+
+
 async def speak(_: web.Request) -> web.Response:
     return web.json_response({"epoch": 3})
 
@@ -84,6 +90,7 @@ async def speak(_: web.Request) -> web.Response:
         (fail, "answers HTTP 503"),
         (babble, "can't be read"),
         (flood, "is too long"),
+        (send_away, "answers HTTP 302"),
         (speak, ""),
     ],
 )

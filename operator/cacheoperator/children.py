@@ -22,9 +22,9 @@ from typing import Any
 from cacheoperator import metrics
 from cacheoperator.cluster import Cluster, Json
 from cacheoperator.difference import difference, owned_fields, unowned
-from cacheoperator.errors import ClusterError, Conflict, Forbidden, Invalid, Unreachable
+from cacheoperator.errors import Broken, ClusterError, Conflict, Forbidden, Invalid, Unreachable
 from cacheoperator.kinds import DEPLOYMENT, SECRET, Kind, kind_of, workloads
-from cacheoperator.names import COMPONENT_LABEL, FIELD_MANAGER, KIND
+from cacheoperator.names import COMPONENT_LABEL, FIELD_MANAGER, KIND, authority_name
 from cacheoperator.observed import ApplyError
 from cacheoperator.watch import Key, Stored, Watched, controller_uid, store
 
@@ -104,9 +104,11 @@ class Children:
         """Bring the objects `wanted` about, in this order, each as far as it differs."""
         outcome = Outcome()
         live = self.live(key)
+        authority = authority_name(key[1])
         for obj in wanted:
             # The authority's Secret comes after its leaves: a step counts as done only when every leaf has it.
-            if obj["kind"] == SECRET.kind and (outcome.errors or outcome.must_wait):
+            is_authority = kind_of(obj) == SECRET and obj["metadata"]["name"] == authority
+            if is_authority and (outcome.errors or outcome.must_wait):
                 continue
             await self._apply_one(key, uid, normal(obj), live, memory, outcome)
         known = {(error.object, error.reason) for error in outcome.errors}
@@ -170,11 +172,12 @@ class Children:
                 return
             verb = "patch"
             await self._change(key, kind, wanted, there, title, memory, outcome)
-        except Unreachable as error:
-            # An apply of a field that the schema does not know is answered with 500 (seen on 1.35).
-            if "field not declared in schema" not in error.message:
-                raise
+        except Broken as error:
+            # Also an apply of a field that the schema does not know is answered with 500 (seen on 1.35).
+            metrics.applies.labels(kind.kind, "refused").inc()
             outcome.errors.append(self._error(title, component, verb, error, memory))
+        except Unreachable:
+            raise
         except Conflict as error:
             # Another object or another number of replicas than we saw: the watch brings what is true now.
             log.info("conflict object=%s namespace=%s: %s", title, key[0], error.message)

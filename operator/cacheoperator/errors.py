@@ -2,6 +2,7 @@
 
 ClusterError            code, reason, message as the API server said them
 ├── Unreachable         no answer in time, overload (429) or an error of the server's own (5xx): try again
+│   └── Broken          500: the server is there, and something behind it fails, as an admission webhook that is away
 ├── Forbidden           401, 403: RBAC, Pod Security, quota or another admission rule
 ├── NotFound            404: no such object, or no such kind
 ├── Conflict            409: the object is another one or another version than we thought, or exists already
@@ -37,6 +38,10 @@ class Unreachable(ClusterError):
     pass
 
 
+class Broken(Unreachable):
+    pass
+
+
 class Forbidden(ClusterError):
     pass
 
@@ -67,7 +72,7 @@ def error_of_status(code: int, status: Mapping[str, Any]) -> ClusterError:
     )
     error: type[ClusterError] = Invalid
     if code == 429 or code >= 500:
-        error = Unreachable
+        error = Broken if code == 500 else Unreachable
     else:
         error = {401: Forbidden, 403: Forbidden, 404: NotFound, 409: Conflict, 410: Gone}.get(
             code, Invalid

@@ -1,7 +1,8 @@
 """What `render` needs to know of the cluster, read: our own Secrets, what runs now, what the namespace allows.
 
 Only Secrets of our own making are read, by name, and only when this KVCache controls them; users' Secrets never are. A
-Secret that is missing gets new content here, which the apply then writes.
+Secret that is missing gets new content here, which the apply then writes. Until it is there the content stays the same
+(`unstored`): a quota or a foreign Secret may refuse it for long, and pods roll with a digest of it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any
 
 from cacheoperator import authority, names, shared_memory
 from cacheoperator.children import ObjectName
-from cacheoperator.cluster import Cluster
-from cacheoperator.kinds import DAEMON_SET, DEPLOYMENT, POD_MONITOR, SECRET
+from cacheoperator.cluster import Cluster, Json
+from cacheoperator.kinds import DAEMON_SET, DEPLOYMENT, POD_MONITOR, SECRET, Kind
 from cacheoperator.names import ENGINES, Component
 from cacheoperator.objects import engines
 from cacheoperator.refs import ImagesInUse, Refs, SharedMemoryVerdict, TlsMaterial
@@ -47,15 +48,21 @@ async def gather(
     live: Mapping[ObjectName, Stored],
     now: datetime,
     denial: SharedMemoryVerdict | None,
+    unstored: dict[str, dict[str, str]],
 ) -> Gathered:
-    """Read everything. `denial` is a verdict from pods that were rejected after all, which overrules the dry run."""
+    """Read everything. `denial` is a verdict from pods that were rejected after all, which overrules the dry run;
+    `unstored` is kept by the caller from one call to the next."""
     key: Key = (manifest.namespace, manifest.name)
     uid = str(resource["metadata"]["uid"])
     label = await shared_memory.enforce_label(cluster, manifest.namespace)
-    agents = live.get((DAEMON_SET, names.workload_name(manifest.name, Component.CACHE)))
-    remembered = ""
-    if agents is not None and agents.owner_uid == uid:
-        remembered = _annotations(agents.load()).get(shared_memory.ANNOTATION, "")
+
+    async def workload(kind: Kind, component: Component) -> Json | None:
+        return await _own_workload(
+            cluster, key, uid, (kind, names.workload_name(manifest.name, component)), live
+        )
+
+    agents = await workload(DAEMON_SET, Component.CACHE)
+    remembered = "" if agents is None else _annotations(agents).get(shared_memory.ANNOTATION, "")
     verdict = denial or shared_memory.known_verdict(manifest, label, remembered)
     if verdict is None and manifest.paused:
         verdict = shared_memory.allowed  # a dry run is a write too, and nothing is applied now
@@ -64,21 +71,22 @@ async def gather(
 
     password, router_key = "", ""
     if manifest.redis.embedded is not None:
-        found = await own_secret(cluster, key, uid, names.redis_password_name(manifest.name))
-        password = found.get("password") or secrets.token_urlsafe(32)
+        name = names.redis_password_name(manifest.name)
+        password = await _own_word(cluster, key, uid, name, "password", unstored)
     if manifest.decode is not None and manifest.router.type is not RouterType.NONE:
-        found = await own_secret(cluster, key, uid, names.router_key_name(manifest.name))
-        router_key = found.get("control-plane-key") or secrets.token_urlsafe(32)
-    tls, due = await _certificates(cluster, settings, manifest, uid, now)
+        name = names.router_key_name(manifest.name)
+        router_key = await _own_word(cluster, key, uid, name, "control-plane-key", unstored)
+    tls, due = await _certificates(cluster, settings, manifest, uid, now, unstored)
 
     images: dict[str, ImagesInUse] = {}
     upgrades: dict[str, str] = {}
     for component in ENGINES:
-        engine = live.get((DEPLOYMENT, names.workload_name(manifest.name, component)))
-        if engine is not None and engine.owner_uid == uid:
-            body = engine.load()
-            images[component] = engines.images_in_use(body)
-            upgrades[component] = _annotations(body).get(engines.UPGRADE_ANNOTATION, "")
+        if engines.part_of(manifest, component) is None:
+            continue
+        engine = await workload(DEPLOYMENT, component)
+        if engine is not None:
+            images[component] = engines.images_in_use(engine)
+            upgrades[component] = _annotations(engine).get(engines.UPGRADE_ANNOTATION, "")
     refs = Refs(
         uid=uid,
         generation=int(resource["metadata"]["generation"]),
@@ -92,6 +100,27 @@ async def gather(
         live_upgrades=upgrades,
     )
     return Gathered(refs, label, due)
+
+
+async def _own_workload(
+    cluster: Cluster, key: Key, uid: str, name: ObjectName, live: Mapping[ObjectName, Stored]
+) -> Json | None:
+    """A workload that the KVCache controls. What the watch does not show is asked for: were an engine's Deployment
+    taken for absent, its pods would roll to the default images."""
+    child = live.get(name)
+    found = child.load() if child is not None else await cluster.get(name[0], key[0], name[1])
+    return found if found is not None and controller_uid(found) == uid else None
+
+
+async def _own_word(
+    cluster: Cluster, key: Key, uid: str, name: str, field: str, unstored: dict[str, dict[str, str]]
+) -> str:
+    """The generated text under `field` of our Secret `name`, made anew when it is missing there."""
+    found = (await own_secret(cluster, key, uid, name)).get(field)
+    if found:
+        unstored.pop(name, None)
+        return found
+    return unstored.setdefault(name, {field: secrets.token_urlsafe(32)})[field]
 
 
 async def own_secret(cluster: Cluster, key: Key, uid: str, name: str) -> dict[str, str]:
@@ -109,19 +138,29 @@ async def own_secret(cluster: Cluster, key: Key, uid: str, name: str) -> dict[st
 
 
 async def _certificates(
-    cluster: Cluster, settings: Settings, manifest: KVCacheManifest, uid: str, now: datetime
+    cluster: Cluster,
+    settings: Settings,
+    manifest: KVCacheManifest,
+    uid: str,
+    now: datetime,
+    unstored: dict[str, dict[str, str]],
 ) -> tuple[TlsMaterial | None, datetime | None]:
     if manifest.tls.mode is not TlsMode.AUTO:
         return None, None
     key: Key = (manifest.namespace, manifest.name)
-    stored = await own_secret(cluster, key, uid, names.authority_name(manifest.name))
+    name = names.authority_name(manifest.name)
+    stored = await own_secret(cluster, key, uid, name)
     plan = authority.plan(
-        stored or None,
+        stored or unstored.get(name),
         now=now,
         name=manifest.name,
         namespace=manifest.namespace,
         settings=settings,
     )
+    if stored:
+        unstored.pop(name, None)
+    else:
+        unstored[name] = dict(plan.material.authority_data)
     if plan.steps and not manifest.paused:
         log.info(
             "certificates namespace=%s name=%s steps=%s",

@@ -21,7 +21,7 @@ from cacheoperator.children import Children, Memory, ObjectName, Outcome
 from cacheoperator.cluster import Cluster, Json
 from cacheoperator.conditions import transfer
 from cacheoperator.conditions.finding import Scene
-from cacheoperator.errors import ClusterError, Invalid, NotFound, Unreachable
+from cacheoperator.errors import Broken, ClusterError, Invalid, NotFound, Unreachable
 from cacheoperator.events import Teller
 from cacheoperator.gather import Gathered, gather
 from cacheoperator.kinds import (
@@ -82,6 +82,8 @@ class Known:
     warnings_at: datetime | None = None
     revisions: dict[str, tuple[int, observe.Revision]] = field(default_factory=dict)
     """Newest revision by workload UID, and the workload's generation that it was looked up for."""
+    unstored: dict[str, dict[str, str]] = field(default_factory=dict)
+    """What was made for Secrets of ours that are not there, by name: see `gather`."""
     denial: SharedMemoryVerdict | None = None
     """Pods with the socket folder were rejected although the dry run went through."""
     denial_label: str = ""
@@ -158,11 +160,11 @@ class Reconciler:
         try:
             gathered = await gather(
                 self._cluster, self._watched, self._settings, manifest, resource, live, now,
-                known.denial,
+                known.denial, known.unstored,
             )  # fmt: skip
-        except Unreachable:
-            raise
         except ClusterError as error:
+            if isinstance(error, Unreachable) and not isinstance(error, Broken):
+                raise
             return await self._tell_unread(key, known, resource, manifest, error)
         rendered = render.render(manifest, gathered.refs, self._settings)
         objects = [annotated(obj, manifest, gathered) for obj in rendered.objects]

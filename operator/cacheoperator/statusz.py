@@ -1,7 +1,8 @@
 """What agents say about themselves: GET http://POD_IP:7501/statusz, all agents at once, into `observed.AgentReport`.
 
 Never raises: an agent that does not answer, or answers nonsense, is a report with a `problem`. An answer is read up to
-a limit; it comes from a pod of ours, yet a wrong pod IP must not fill the operator's memory.
+a limit; it comes from a pod of ours, yet a wrong pod IP must not fill the operator's memory. Redirects are not
+followed: whoever can give a pod our labels must not choose what the operator asks for.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Agents:
         host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
         url = f"http://{host}:{AGENT_HTTP_PORT}/statusz"
         try:
-            async with self._gate, self._open().get(url) as answer:
+            async with self._gate, self._open().get(url, allow_redirects=False) as answer:
                 content = bytearray()
                 async for piece in answer.content.iter_chunked(1 << 16):
                     content += piece

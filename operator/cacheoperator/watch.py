@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -115,8 +116,10 @@ class Watched:
         self._kinds: tuple[Kind, ...] = ()
         self.unwatched: frozenset[Kind] = frozenset()
         self.has_nodes = False
-        self.deleted: dict[str, None] = {}
-        """UIDs of objects that went, or that we deleted; the newest last, not all."""
+        self.deleted: dict[str, float] = {}
+        """UIDs of objects that went, or that we deleted; the newest last, not all. With each the version that it went
+        at, infinite until the watch has told: an event of a later version shows that it is there again, as after a
+        label that we select by was taken away and put back."""
         self._started = asyncio.Event()
         self._indexed = asyncio.Event()
 
@@ -140,9 +143,9 @@ class Watched:
         found = [pod for pod in self._index(POD, key) if pod.uid not in self._deleted]
         return tuple(sorted(found, key=lambda pod: pod.name))
 
-    def note_deleted(self, uid: str) -> None:
+    def note_deleted(self, uid: str, version: float = math.inf) -> None:
         """The object is gone, or will be as soon as its finalizers let it."""
-        self.deleted[uid] = None
+        self.deleted[uid] = version
         if len(self.deleted) > most_deleted:
             del self.deleted[next(iter(self.deleted))]
 
@@ -283,18 +286,24 @@ class Watched:
         @kopf.on.event(*names, id=f"{kind.plural}-event", registry=registry)
         async def notice(type: str | None, body: kopf.Body, **_: Any) -> None:  # noqa: A002 - kopf's name
             self._indexed.set()
-            raw = dict(body)
-            metadata = raw["metadata"]
-            if kind is NODE:
-                self._notice_node(type, raw)
-                return
-            if type == "DELETED":
-                self._deleted.discard(metadata["uid"])
-                self.note_deleted(metadata["uid"])
-            labels = metadata.get("labels") or {}
-            name = metadata["name"] if kind is KVCACHE else labels.get(INSTANCE_LABEL)
-            if name:
-                self._changed((str(metadata.get("namespace", "")), str(name)))
+            self.notice(kind, type, dict(body))
+
+    def notice(self, kind: Kind, change: str | None, body: Mapping[str, Any]) -> None:
+        """One event of the watch. `change` is ADDED, MODIFIED or DELETED; None for what a list brought."""
+        metadata = body["metadata"]
+        if kind is NODE:
+            self._notice_node(change, body)
+            return
+        uid, version = metadata["uid"], int(metadata["resourceVersion"])
+        self._deleted.discard(uid)
+        if change == "DELETED":
+            self.note_deleted(uid, version)
+        elif version > self.deleted.get(uid, version):
+            del self.deleted[uid]
+        labels = metadata.get("labels") or {}
+        name = metadata["name"] if kind is KVCACHE else labels.get(INSTANCE_LABEL)
+        if name:
+            self._changed((str(metadata.get("namespace", "")), str(name)))
 
     def _notice_node(self, change: str | None, body: Mapping[str, Any]) -> None:
         """Nodes report themselves every few minutes; only what agents care about is a change."""
