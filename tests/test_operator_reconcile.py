@@ -411,6 +411,28 @@ def test_a_lease_given_back_is_free_at_once() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("is_hanging", [True, False])
+def test_a_holder_that_can_not_renew_ends_before_the_next_may_begin(is_hanging: bool) -> None:
+    async def test() -> None:
+        cluster: Any = FakeCluster()
+        lease = Lease(cluster, "ns", "first", duration_s=0.6)
+        assert await lease.try_once()
+
+        async def silence(*_: Any) -> None:
+            if is_hanging:
+                await asyncio.Event().wait()
+            raise Unreachable("away")
+
+        cluster.get = silence
+        async with asyncio.timeout(5):
+            begin = asyncio.get_running_loop().time()
+            assert "could not be renewed" in await lease.hold()
+        took_s = asyncio.get_running_loop().time() - begin
+        assert took_s >= 0.4, "one answer that fails is not the end"
+
+    asyncio.run(test())
+
+
 # Settings
 
 

@@ -160,10 +160,12 @@ async def run(settings: Settings, instance: str) -> int:
             for namespace in settings.watch_namespaces or (settings.operator_namespace,)
         ]
         state["problem"] = "waiting for the lease: another operator may work here"
-        if not await _until(stop, _acquire(leases)):
-            return 0
         for lease in leases:
             stack.push_async_callback(lease.release)
+        holds: list[asyncio.Task[str]] = []
+        stack.push_async_callback(_cancel, holds)
+        if not await _until(stop, _acquire(leases, holds)):
+            return 0
         state["problem"] = "waiting for the CRD kvcaches.larder.dev"
         if not await _until(stop, _look_around(watched)):
             return 0
@@ -175,7 +177,7 @@ async def run(settings: Settings, instance: str) -> int:
             num_workers=settings.num_workers,
             resync_s=settings.resync_s,
         )
-        return await _work(stop, state, watched, workers, leases)
+        return await _work(stop, state, watched, workers, holds)
 
 
 async def _work(
@@ -183,7 +185,7 @@ async def _work(
     state: dict[str, str],
     watched: Watched,
     workers: Workers,
-    leases: Sequence[Lease],
+    holds: Sequence[asyncio.Task[str]],
 ) -> int:
     """Until `stop`, or until one of the parts ends, which is a failure."""
 
@@ -197,7 +199,7 @@ async def _work(
     parts = [
         watching,
         asyncio.create_task(work(), name="work"),
-        *(asyncio.create_task(lease.hold(), name="lease") for lease in leases),
+        *holds,
     ]
     stopping = asyncio.create_task(stop.wait(), name="stop")
     done, _ = await asyncio.wait([*parts, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -208,17 +210,25 @@ async def _work(
             log.error("%s ended: %s", part.get_name(), part.exception() or part.result())
     stop.set()
     state["problem"] = "ending"
+    # No more writes, as the lease may be another's by now; kopf takes its time.
+    await _cancel([part for part in parts if part is not watching])
     with contextlib.suppress(Exception):
         await asyncio.wait_for(watching, 10)
-    for part in parts:
-        part.cancel()
-    await asyncio.gather(*parts, stopping, return_exceptions=True)
+    await _cancel([watching, stopping])
     return code
 
 
-async def _acquire(leases: Sequence[Lease]) -> None:
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _acquire(leases: Sequence[Lease], holds: list[asyncio.Task[str]]) -> None:
+    """Each is held from the moment that it is ours: the next one, or the CRD, may keep us waiting."""
     for lease in leases:
         await lease.acquire()
+        holds.append(asyncio.create_task(lease.hold(), name="lease"))
 
 
 async def _look_around(watched: Watched) -> None:

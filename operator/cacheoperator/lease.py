@@ -71,22 +71,29 @@ class Lease:
             await asyncio.sleep(self._duration_s / 5)
 
     async def hold(self) -> str:
-        """Renew for as long as it goes; returns why it ended."""
-        renewed_at = self._clock()
+        """Renew for as long as it goes; returns why it ended, before anyone else may take it: also an API server that
+        does not answer holds nothing up."""
+        end = self._clock() + self._duration_s * 0.8
         while True:
-            await asyncio.sleep(self._duration_s / 3)
+            await asyncio.sleep(min(self._duration_s / 3, max(0.0, end - self._clock())))
+            begin = self._clock()
             try:
-                if not await self.try_once():
+                async with asyncio.timeout(max(self._duration_s * 0.05, end - begin)):
+                    is_ours = await self.try_once()
+            except (ClusterError, TimeoutError) as error:
+                problem = str(error) or "the API server does not answer"
+                log.warning("cannot renew the lease namespace=%s: %s", self._namespace, problem)
+                if self._clock() >= end:
                     metrics.is_leader.set(0)
-                    return f"the lease {self._namespace}/{LEASE_NAME} was taken by {self.holder}"
-                renewed_at = self._clock()
-            except ClusterError as error:
-                log.warning(
-                    "cannot renew the lease namespace=%s: %s", self._namespace, error.message
-                )
-                if self._clock() - renewed_at > self._duration_s * 0.8:
-                    metrics.is_leader.set(0)
-                    return f"the lease {self._namespace}/{LEASE_NAME} could not be renewed: {error.message}"
+                    return (
+                        f"the lease {self._namespace}/{LEASE_NAME} could not be renewed: {problem}"
+                    )
+                continue
+            if not is_ours:
+                metrics.is_leader.set(0)
+                return f"the lease {self._namespace}/{LEASE_NAME} was taken by {self.holder}"
+            # The renewal may have reached the server as early as this.
+            end = begin + self._duration_s * 0.8
 
     async def release(self) -> None:
         """Give it back, so that the next operator need not wait. Best effort."""
