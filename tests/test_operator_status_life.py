@@ -255,6 +255,11 @@ def test_scaled_to_zero_is_no_failure() -> None:
     assert short(found, "EnginesReady") == ("True", "ScaledToZero")
     assert short(found, "TransferVerified") == ("True", "ScaledToZero")
     assert short(found, "Ready") == ("True", "Ready")
+    # A router that started meanwhile, on another node, is not ready before the first engine is.
+    waiting = with_workload(observed, "router", ready=0, available=0)
+    assert short(seen(waiting), "EnginesReady") == ("True", "ScaledToZero")
+    half = with_workload(waiting, "decode", wanted=1, ready=1, updated=1, available=1)
+    assert short(seen(half), "EnginesReady") == ("False", "Starting")
     # What was verified before stays so.
     was = seen(healthy())
     later = seen(observed, was)

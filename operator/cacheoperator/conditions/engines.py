@@ -109,8 +109,8 @@ def loading(scene: Scene) -> Finding | None:
 
 
 def router(scene: Scene) -> Finding | None:
-    if Component.ROUTER not in components(scene):
-        return None
+    if Component.ROUTER not in components(scene) or _is_scaled_to_zero(scene):
+        return None  # a router waits for its first engines
     return workloads.check_starting(scene, Component.ROUTER, "routers")
 
 
@@ -132,7 +132,7 @@ def ready(scene: Scene) -> Finding:
     found = roles(scene)
     counts = ", ".join(_count(scene, component) for component, _ in found)
     seen = [workloads.workload(scene, component) for component, _ in found]
-    if all(workload is not None and not workload.wanted for workload in seen):
+    if _is_scaled_to_zero(scene):
         return Finding("True", Reason.SCALED_TO_ZERO, f"{counts}: no engine is wanted now")
     if any(workload is not None and not workloads.is_complete(workload) for workload in seen):
         message = f"{counts} ready: an autoscaler asked for more, and they are loading"
@@ -141,6 +141,11 @@ def ready(scene: Scene) -> Finding:
 
 
 CHECKS = (not_applicable, exists, rejected, pods, rollout, loading, router, endpoint, ready)
+
+
+def _is_scaled_to_zero(scene: Scene) -> bool:
+    seen = [workloads.workload(scene, component) for component, _ in roles(scene)]
+    return all(workload is not None and not workload.wanted for workload in seen)
 
 
 def _first(findings: Iterable[Finding | None]) -> Finding | None:
