@@ -284,3 +284,31 @@ def test_node_affinity_is_read_as_the_scheduler_does(
     spec = {"affinity": {"nodeAffinity": required}}
     labels: list[dict[str, str]] = [{"n": "1"}, {"n": "5"}, {}]
     assert tuple(matches_node(spec, some, "node") for some in labels) == answers
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "volumes: [{name: sockets, emptyDir: {}, hostPath: null}]",
+        "volumes: [{name: tls, secret: {secretName: mine}}]",
+        "volumes: [{name: redis-auth, secret: {secretName: mine}}]",
+        "securityContext: {supplementalGroups: [1]}",
+        "initContainers: [{name: socket-dir, command: [echo]}]",
+        "initContainers: [{name: socket-dir, securityContext: {privileged: true}}]",
+    ],
+)
+def test_a_template_takes_nothing_away_that_the_cache_rests_on(template: str) -> None:
+    refused = rendered(manifest(f"  cache: {{template: {{spec: {{{template}}}}}}}\n"))
+    assert [reason for reason, _ in refused.refusals] == ["InvalidTemplate"]
+    assert not [item for item in refused.objects if item["kind"] == "DaemonSet"]
+
+
+def test_a_template_may_add_volumes_groups_and_init_containers() -> None:
+    added = (
+        "{template: {spec: {volumes: [{name: more, emptyDir: {}}], initContainers: [{name: wait, image: x}],"
+        " securityContext: {supplementalGroups: [7070, 1]}}}}"
+    )
+    spec = agent_pod(manifest(f"  cache: {added}\n"))
+    assert [volume["name"] for volume in spec["volumes"]][-1] == "more"
+    assert [init["name"] for init in spec["initContainers"]] == ["socket-dir", "wait"]
+    assert spec["securityContext"]["supplementalGroups"] == [7070, 1]

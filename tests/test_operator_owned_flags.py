@@ -180,6 +180,11 @@ def test_the_message_names_flag_and_remedy_but_no_value() -> None:
     )
 
 
+def test_a_variable_can_not_bring_a_flag_but_may_be_a_value() -> None:
+    assert "$(ANY)" in (owned_flags.check(["--dtype=float32", "$(ANY)"]) or "")
+    assert owned_flags.check(["--max-model-len=$(LENGTH)"]) is None
+
+
 def test_a_wrapper_may_have_its_own_short_flags() -> None:
     assert owned_flags.check_command(["bash", "-c", 'mkdir -p /tmp/x && exec "$0" "$@"']) is None
     assert owned_flags.check_command(["numactl", "--membind=0", "-p", "python3"]) is None

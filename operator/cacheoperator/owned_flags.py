@@ -78,6 +78,9 @@ def check(args: Sequence[str]) -> str | None:
         flag = owned_flag(word)
         if flag is not None:
             return _message(word, flag)
+        if word.startswith("$("):
+            # Kubernetes puts a variable of the container there, which may be any flag.
+            return f"remove {word}: a variable may hold a flag that Larder sets itself; write --flag=$(NAME)"
     return None
 
 

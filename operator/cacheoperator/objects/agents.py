@@ -94,7 +94,7 @@ def _daemon_set(manifest: KVCacheManifest, refs: Refs, settings: Settings) -> Ob
             "updateStrategy": strategy,
             "template": templates.overlaid(
                 pod, manifest.cache.template, where="spec.cache.template",
-                owned=pods.owned(manifest.name, Component.CACHE, "agent", "command", "args", "volumeMounts"),
+                owned=pods.owned(pod, "agent", "command", "args", "volumeMounts"),
             ),
         },
     }  # fmt: skip

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from cacheoperator import names
-from cacheoperator.names import Component
 from cacheoperator.settings import Settings
 from cacheoperator.templates import Owned
 from cacheservice.manifest import KVCacheManifest
@@ -45,6 +44,9 @@ def pod_security(uid: int, *, group: int | None = None) -> Object:
         "fsGroup": uid if group is None else group,
         "seccompProfile": {"type": "RuntimeDefault"},
     }
+
+
+_SELECTOR_LABELS = (names.NAME_LABEL, names.INSTANCE_LABEL, names.COMPONENT_LABEL)
 
 
 def pull_secrets(manifest: KVCacheManifest) -> Object:
@@ -92,19 +94,26 @@ def http_probe(path: str, *, port: str, period_s: int, failures: int, timeout_s:
     }
 
 
-def owned(name: str, component: Component, container: str, *fields: str) -> tuple[Owned, ...]:
-    """What a user's template for pods of `component` may not change: the labels that select the pods, and `fields` of
-    its container. Lists among them may grow."""
-    labels = [
-        Owned(("metadata", "labels", label), "the workload finds its pods by it: remove it here")
-        for label in names.selector_labels(name, component)
-    ]
+def owned(pod: Object, container: str, *fields: str) -> tuple[Owned, ...]:
+    """What a user's template may not change in the pod template `pod`: the labels that select its pods, `fields` of
+    its container, its volumes, its supplemental groups, and what its init containers do. Lists of `fields` and groups
+    may grow."""
+    keep = "Larder sets it from the other fields of this resource: keep what it has"
+    spec = pod["spec"]
     parts = [
-        Owned(
-            ("spec", "containers", container, field),
-            "Larder sets it from the other fields of this resource: keep what it has",
-            may_grow=True,
-        )
-        for field in fields
+        Owned(("metadata", "labels", label), "the workload finds its pods by it: remove it here")
+        for label in pod["metadata"]["labels"]
+        if label in _SELECTOR_LABELS
     ]
-    return (*labels, *parts)
+    parts += [
+        Owned(("spec", "containers", container, field), keep, may_grow=True) for field in fields
+    ]
+    parts += [Owned(("spec", "volumes", volume["name"]), keep) for volume in spec["volumes"]]
+    if "supplementalGroups" in spec["securityContext"]:
+        parts.append(Owned(("spec", "securityContext", "supplementalGroups"), keep, may_grow=True))
+    for init in spec.get("initContainers", ()):
+        parts += [
+            Owned(("spec", "initContainers", init["name"], field), keep)
+            for field in ("command", "args", "securityContext", "volumeMounts")
+        ]
+    return tuple(parts)

@@ -133,7 +133,7 @@ def _stateful_set(
             "selector": {"matchLabels": names.selector_labels(manifest.name, Component.REDIS)},
             "template": templates.overlaid(
                 pod, embedded.template, where="spec.redis.embedded.template",
-                owned=pods.owned(manifest.name, Component.REDIS, "redis", "command", "args", "volumeMounts"),
+                owned=pods.owned(pod, "redis", "command", "args", "volumeMounts"),
             ),
         },
     }  # fmt: skip

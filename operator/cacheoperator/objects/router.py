@@ -116,7 +116,7 @@ def _deployment(manifest: KVCacheManifest, refs: Refs, settings: Settings) -> Ob
         },
         "template": templates.overlaid(
             pod, manifest.router.template, where="spec.router.template",
-            owned=pods.owned(manifest.name, Component.ROUTER, "router", "ports"),
+            owned=pods.owned(pod, "router", "ports"),
         ),
     }  # fmt: skip
     replicas = manifest.router.replicas
