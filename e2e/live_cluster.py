@@ -139,7 +139,7 @@ class Namespace:
         status: str,
         reason: str = "",
         *,
-        timeout_s: float = 60,
+        timeout_s: float = 120,
         containing: Iterable[str] = (),
     ) -> Document:
         """Wait until a condition of a KVCache says what is wanted, and return it."""
