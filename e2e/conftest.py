@@ -76,8 +76,16 @@ def pytest_make_collect_report(
     return report
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that look inside nodes need the bundled cluster; those of real engines come last, rough ones at the end."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that look inside nodes need the bundled cluster; those of real engines come last, rough ones at the end.
+
+    What is marked slow is tried with LARDER_E2E_SLOW only.
+    """
+    if not os.environ.get("LARDER_E2E_SLOW"):
+        config.hook.pytest_deselected(
+            items=[one for one in items if one.get_closest_marker("slow")]
+        )
+        items[:] = [one for one in items if not one.get_closest_marker("slow")]
     items.sort(key=lambda item: LAST.index(item.path.stem) if item.path.stem in LAST else -1)
     for item in items:
         if item.get_closest_marker("bundled") and not IS_BUNDLED:

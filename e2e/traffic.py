@@ -186,8 +186,10 @@ class Load:
     def __exit__(self, *_: object) -> None:
         assert self._process is not None
         self._namespace.kubectl("exec", CLIENT, "--", "touch", "/tmp/stop")
-        self._process.wait(timeout=180)
-        self._reader.join()
+        with self._process:
+            self._reader.join(timeout=180)
+            if self._reader.is_alive():
+                self._process.kill()
 
     def until_answered(self, number: int, timeout_s: float = 90) -> None:
         """Wait until that many more requests have been answered well."""
@@ -200,8 +202,7 @@ class Load:
 
     def _read(self) -> None:
         assert self._process is not None
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in self._process.stdout or ():
             self.answers.append(_answer(line))
 
 
