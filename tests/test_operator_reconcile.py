@@ -15,7 +15,7 @@ from cacheoperator.children import Children
 from cacheoperator.cluster import Cluster
 from cacheoperator.errors import Broken, ClusterError, Forbidden, NotFound, Unreachable
 from cacheoperator.kinds import KVCACHE, LEASE, Kind
-from cacheoperator.lease import LEASE_NAME, Lease
+from cacheoperator.lease import LEASE_NAME, Lease, Others
 from cacheoperator.probe import Prober
 from cacheoperator.reconcile import Look, Reconciler
 from cacheoperator.settings import Images, Settings
@@ -407,6 +407,49 @@ def test_a_lease_given_back_is_free_at_once() -> None:
         assert await second.try_once()
         found = await cluster.get(LEASE, "ns", LEASE_NAME)
         assert found["spec"]["leaseTransitions"] == 1
+
+    asyncio.run(test())
+
+
+def test_a_namespace_with_an_operator_of_its_own_is_left_to_it(world: World) -> None:
+    seconds = Seconds()
+    cluster: Any = world.api
+    namespaced = Lease(cluster, "ns", "theirs", clock=seconds)
+    asyncio.run(namespaced.try_once())
+    world.reconciler._others = Others(cluster, "ours", clock=seconds)
+    look = world.round()
+    assert world.api.writes == []
+    assert world.api.statuses == []
+    assert look.again_s is not None
+    seconds.now += 14.0
+    world.round()
+    assert world.api.writes == []
+    seconds.now += 5.0
+    world.round()
+    assert "apply DaemonSet/demo-cache larder-operator" in world.api.writes
+    seconds.now += 5.0
+    asyncio.run(namespaced.try_once())
+    world.round()
+    assert world.api.writes == []
+    asyncio.run(namespaced.release())
+    seconds.now += 5.0
+    world.watched.look()
+    assert not world.round().has_failed
+    assert len(world.api.statuses) > 0
+
+
+def test_our_own_lease_and_one_that_may_not_be_read_keep_nobody_off() -> None:
+    async def test() -> None:
+        cluster: Any = FakeCluster()
+        await Lease(cluster, "larder-system", "ours").try_once()
+        others = Others(cluster, "ours")
+        assert await others.holder("larder-system") == ""
+
+        async def refused(*_: Any) -> None:
+            raise Forbidden("leases", code=403)
+
+        cluster.get = refused
+        assert await others.holder("ns") == ""
 
     asyncio.run(test())
 

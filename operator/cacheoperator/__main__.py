@@ -31,7 +31,7 @@ from cacheoperator.children import Children
 from cacheoperator.cluster import Cluster, login
 from cacheoperator.errors import ClusterError, NotFound
 from cacheoperator.events import Teller
-from cacheoperator.lease import Lease
+from cacheoperator.lease import Lease, Others
 from cacheoperator.probe import Prober
 from cacheoperator.queue import Queue
 from cacheoperator.reconcile import Reconciler
@@ -144,6 +144,7 @@ async def run(settings: Settings, instance: str) -> int:
         children = Children(cluster, watched, _now)
         prober = Prober(cluster, settings, _now, queue.put)
         stack.push_async_callback(prober.close)
+        identity = f"{instance}_{secrets.token_hex(4)}"
         reconciler = Reconciler(
             cluster=cluster,
             watched=watched,
@@ -153,8 +154,8 @@ async def run(settings: Settings, instance: str) -> int:
             settings=settings,
             now=_now,
             prober=prober,
+            others=None if settings.watch_namespaces else Others(cluster, identity),
         )
-        identity = f"{instance}_{secrets.token_hex(4)}"
         leases = [
             Lease(cluster, namespace, identity)
             for namespace in settings.watch_namespaces or (settings.operator_namespace,)

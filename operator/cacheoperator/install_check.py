@@ -71,6 +71,8 @@ NEEDED = (
     Permission("", "events", ("get", "list", "create", "patch")),
     Permission("", "namespaces", ("get",)),
     Permission("", "nodes", ("list", "watch"), Scope.CLUSTER),
+    # Namespaces that have an operator of their own are left to it.
+    Permission("coordination.k8s.io", "leases", ("get",), Scope.CLUSTER),
     Permission("coordination.k8s.io", "leases", ("get", "create", "update"), Scope.LEASE),
 )
 

@@ -4,6 +4,9 @@ Named `larder-operator`: in each watched namespace, or, when all are watched, in
 finds it held, says so, stays off and takes over when the holder has not renewed for its duration. Renewals are the one
 write that an idle operator makes. A holder that can't renew stops in time: `hold` returns, and the process ends.
 
+An operator of the whole cluster leaves a namespace whose own Lease is held to that holder (`Others`), whoever came
+first: the namespaced one may not look elsewhere.
+
 Times of different machines are not compared: a candidate measures by its own clock how long the holder's renewTime has
 not moved.
 """
@@ -18,7 +21,7 @@ from datetime import UTC, datetime
 
 from cacheoperator import metrics
 from cacheoperator.cluster import Cluster, Json
-from cacheoperator.errors import ClusterError, Conflict
+from cacheoperator.errors import ClusterError, Conflict, Forbidden
 from cacheoperator.kinds import LEASE
 from cacheoperator.names import FIELD_MANAGER
 
@@ -105,6 +108,14 @@ class Lease:
         except ClusterError as error:
             log.info("cannot give the lease back: %s", error.message)
 
+    async def look(self) -> str:
+        """Who else holds it, "" for nobody. Writes nothing."""
+        found = await self._cluster.get(LEASE, self._namespace, LEASE_NAME)
+        spec = (found or {}).get("spec") or {}
+        self.holder = str(spec.get("holderIdentity") or "")
+        is_free = self.holder in ("", self._identity) or self._is_left_alone(spec)
+        return "" if is_free else self.holder
+
     async def try_once(self) -> bool:
         """Take or renew it if it is free, ours or left alone; whether it is ours now."""
         found = await self._cluster.get(LEASE, self._namespace, LEASE_NAME)
@@ -149,3 +160,44 @@ class Lease:
                 "renewTime": now,
             },
         }
+
+
+class Others:
+    """Operators that have a namespace of their own, for one that watches the whole cluster as `identity`. A namespace
+    is looked at when it is asked for, at most every `again_s` seconds."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        identity: str,
+        *,
+        again_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cluster = cluster
+        self._identity = identity
+        self._again_s = again_s
+        self._clock = clock
+        self._leases: dict[str, Lease] = {}
+        self._known: dict[str, tuple[float, str]] = {}
+
+    async def holder(self, namespace: str) -> str:
+        """Who works in `namespace` instead of us, "" for nobody. Raises Unreachable."""
+        at, known = self._known.get(namespace, (-self._again_s, ""))
+        if self._clock() - at < self._again_s:
+            return known
+        lease = self._leases.setdefault(
+            namespace, Lease(self._cluster, namespace, self._identity, clock=self._clock)
+        )
+        try:
+            found = await lease.look()
+        except Forbidden:
+            found = ""  # rules of an older chart
+        if found != known:
+            log.warning(
+                "%s namespace=%s holder=%s lease=%s",
+                "another operator works here, staying off" if found else "the other operator went",
+                namespace, found or known, LEASE_NAME,
+            )  # fmt: skip
+        self._known[namespace] = (self._clock(), found)
+        return found

@@ -34,6 +34,7 @@ from cacheoperator.kinds import (
     kind_of,
     workloads,
 )
+from cacheoperator.lease import Others
 from cacheoperator.names import Component
 from cacheoperator.observed import (
     AgentReport,
@@ -54,6 +55,8 @@ log = logging.getLogger(__name__)
 
 summary_every_s = 10.0
 """Status patches that change no condition are at least this far apart."""
+look_for_others_s = 15.0
+"""Until we see that the operator of a namespace went, and take over."""
 warnings_within_s = 900.0
 """Older Warning events no longer count."""
 busy_look_s, calm_look_s, idle_look_s = 5.0, 30.0, 120.0
@@ -96,7 +99,8 @@ class Known:
 
 
 class Reconciler:
-    """Owned by one event loop. `now` is aware (UTC)."""
+    """Owned by one event loop. `now` is aware (UTC); `others` keeps us out of namespaces with an operator of their
+    own."""
 
     def __init__(
         self,
@@ -109,6 +113,7 @@ class Reconciler:
         settings: Settings,
         now: Callable[[], datetime],
         prober: Prober,
+        others: Others | None = None,
     ) -> None:
         self._cluster = cluster
         self._watched = watched
@@ -118,6 +123,7 @@ class Reconciler:
         self._settings = settings
         self._now = now
         self._prober = prober
+        self._others = others
         self._known: dict[Key, Known] = {}
         self.ready: set[Key] = set()
         """KVCaches whose newest status is Ready."""
@@ -138,6 +144,9 @@ class Reconciler:
         resource = stored.load()
         if "deletionTimestamp" in resource["metadata"]:
             return Look()
+        if self._others is not None and await self._others.holder(key[0]):
+            self.forget(key)
+            return Look(again_s=look_for_others_s)
         known = self._known.get(key)
         if known is None or known.uid != stored.uid:
             self.forget(key)
