@@ -35,7 +35,7 @@ NOWHERE = {"larder.dev/bench-nowhere": "true"}
 AT_ONCE = 16
 
 
-def resource(namespace: str, name: str) -> dict[str, Any]:
+def resource(namespace: str, name: str, *, is_paused: bool) -> dict[str, Any]:
     return {
         "apiVersion": KVCACHE.api_version,
         "kind": KVCACHE.kind,
@@ -48,6 +48,7 @@ def resource(namespace: str, name: str) -> dict[str, Any]:
             "router": {"replicas": 0},
             "prefill": {"replicas": 0},
             "decode": {"replicas": 0},
+            "paused": is_paused,
         },
     }
 
@@ -96,12 +97,15 @@ async def wait_for(what: str, is_so: Any, limit_s: float) -> float:
 
 
 async def measure(options: argparse.Namespace) -> int:
-    ours = "bench-operator"
+    ours = options.namespace
     async with Cluster(await login()) as cluster:
         await make(cluster, [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": ours}}])
         begin = time.monotonic()
         await make(cluster, [foreign_pod(ours, f"pod-{n}") for n in range(options.pods)])
-        await make(cluster, [resource(ours, f"kv-{n}") for n in range(options.resources)])
+        await make(
+            cluster,
+            [resource(ours, f"kv-{n}", is_paused=options.paused) for n in range(options.resources)],
+        )
         print(
             f"made {options.resources} KVCaches and {options.pods} pods in {time.monotonic() - begin:.0f} s"
         )
@@ -135,11 +139,11 @@ async def watch(
     took_s = await wait_for("every KVCache has a status", all_seen, 1200)
     print(f"every KVCache has its objects and a status after {took_s:.0f} s")
     pid = operator.pid()
-    await asyncio.to_thread(operator.after_passes, 2)
+    await asyncio.to_thread(operator.after_passes, 2, each_s=options.resync + 300)
     pass_s = operator.metric("larder_operator_full_pass_duration_seconds")
     writes = operator.writes() - lease_writes(operator)
     cpu = cpu_seconds(pid)
-    await asyncio.to_thread(operator.after_passes, 1)
+    await asyncio.to_thread(operator.after_passes, 1, each_s=options.resync + 300)
     later = operator.writes() - lease_writes(operator)
     now, peak = memory_megabytes(pid, "VmRSS"), memory_megabytes(pid, "VmHWM")
     print(f"resident {now:.0f} MB, at most {peak:.0f} MB; full pass {pass_s:.2f} s; "
@@ -173,6 +177,12 @@ def main() -> int:
     parser.add_argument("--resources", type=int, default=200)
     parser.add_argument("--pods", type=int, default=2000)
     parser.add_argument("--resync", type=float, default=60.0, help="seconds between full passes")
+    parser.add_argument(
+        "--paused", action="store_true", help="resources that are paused: no objects, only a status"
+    )
+    parser.add_argument(
+        "--namespace", default="bench-operator", help="made for the run, and deleted"
+    )
     parser.add_argument("--namespaced", action="store_true", help="watch the one namespace alone")
     parser.add_argument(
         "--log", type=int, default=0, help="print so many last characters of the operator's log"

@@ -117,7 +117,7 @@ class Operator:
         )
         return sum(float(value) for method, value in found if method != "GET")
 
-    def after_passes(self, count: int = 2) -> None:
+    def after_passes(self, count: int = 2, *, each_s: float = 60) -> None:
         """Wait until that many passes over all KVCaches have begun and ended from now on."""
         for _ in range(count + 1):
             before = self.metric("larder_operator_full_pass_end_timestamp_seconds")
@@ -126,7 +126,7 @@ class Operator:
                 lambda before=before: (
                     self.metric("larder_operator_full_pass_end_timestamp_seconds") > before
                 ),
-                timeout_s=60,
+                timeout_s=each_s,
             )
 
     def log(self) -> str:
