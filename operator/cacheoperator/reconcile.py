@@ -404,9 +404,8 @@ class Reconciler:
             message = f"{repair.object}: {paths_text(repair.paths)} put right; someone else had changed it"
             await self._teller.tell(*key, known.uid, "Normal", "DriftRepaired", message)
         looks = [wait_s, status.recheck_after_s(new, observed)]
-        if (
-            not has_failed
-        ):  # each look would send the refused apply again: the queue's backoff says when
+        if not has_failed:
+            # Else each look would send the refused apply again: the queue's backoff says when.
             looks.append(self._next_look(known, observed, is_ready=is_ready))
         times = [time for time in looks if time is not None]
         return Look(has_failed, min(times) if times else None)
