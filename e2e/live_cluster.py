@@ -92,7 +92,7 @@ class Namespace:
     def apply(self, *documents: Mapping[str, Any]) -> None:
         """Server-side apply, as field manager "e2e"."""
         self.kubectl(
-            "apply", "--server-side", "--field-manager=e2e", "-f", "-",
+            "apply", "--server-side", "--force-conflicts", "--field-manager=e2e", "-f", "-",
             stdin=yaml.safe_dump_all(documents, sort_keys=False),
         )  # fmt: skip
 
