@@ -614,13 +614,6 @@ CASES = [
         False, (),
     ),
     Case(
-        "the endpoint does not work",
-        healthy(endpoint_error="type LoadBalancer has no address: does this cluster give any?"),
-        "EnginesReady", "False", "EndpointFailed",
-        "service/demo: type LoadBalancer has no address: does this cluster give any?",
-        False, ("EndpointFailed",), problems=("service/demo",),
-    ),
-    Case(
         "Redis pod is not there yet",
         with_workload(without_pods(healthy(), "redis"), "redis", ready=0, updated=0),
         "RedisReady", "False", "Starting", "statefulset/demo-redis: 0/1 pods ready", False, ("RedisLost",),

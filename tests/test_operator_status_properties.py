@@ -160,14 +160,15 @@ observations = st.builds(
     ).map(tuple),
     nodes=st.none()
     | st.lists(
-        st.builds(NodeView, nodes, st.booleans(), st.booleans(), st.booleans(), texts), max_size=3
+        st.builds(NodeView, nodes, st.booleans(), st.booleans(), st.booleans(), texts),
+        max_size=3,
+        unique_by=lambda node: node.name,
     ).map(tuple),
     agents=st.lists(agents, max_size=3).map(tuple),
     transport=st.sampled_from(["", "SharedMemory", "Stream"]),
     transport_reason=texts,
     flow_window=st.none() | st.builds(Window, times, numbers, numbers, numbers),
     probes=st.lists(st.builds(ProbeResult, digests, digests, times, texts), max_size=2).map(tuple),
-    endpoint_error=texts,
 )  # fmt: skip
 resources = st.sampled_from(MANIFESTS) | st.none()
 

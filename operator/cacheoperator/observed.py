@@ -246,5 +246,3 @@ class Observed:
     """What render decided, and why."""
     flow_window: Window | None = None
     probes: tuple[ProbeResult, ...] = ()
-    endpoint_error: str = ""
-    """Anything about the Service or router that has no pod: "" when well."""

@@ -114,20 +114,6 @@ def router(scene: Scene) -> Finding | None:
     return workloads.check_starting(scene, Component.ROUTER, "routers")
 
 
-def endpoint(scene: Scene) -> Finding | None:
-    said = wording.sentence_end(scene.observed.endpoint_error)
-    if not said or not components(scene):
-        return None
-    what = f"service/{scene.manifest.name}"
-    message = f"{what}: {said}"
-    return Finding(
-        "False",
-        Reason.ENDPOINT_FAILED,
-        message,
-        problems=(Problem(what, Reason.ENDPOINT_FAILED, message),),
-    )
-
-
 def ready(scene: Scene) -> Finding:
     found = roles(scene)
     counts = ", ".join(_count(scene, component) for component, _ in found)
@@ -140,7 +126,7 @@ def ready(scene: Scene) -> Finding:
     return Finding("True", Reason.READY, f"{counts} ready")
 
 
-CHECKS = (not_applicable, exists, rejected, pods, rollout, loading, router, endpoint, ready)
+CHECKS = (not_applicable, exists, rejected, pods, rollout, loading, router, ready)
 
 
 def _is_scaled_to_zero(scene: Scene) -> bool:

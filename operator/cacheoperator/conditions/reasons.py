@@ -64,7 +64,6 @@ class Reason(StrEnum):
     # Nodes and agents.
     NO_MATCHING_NODES = "NoMatchingNodes"
     NO_LOCAL_CACHE = "NoLocalCache"
-    ENDPOINT_FAILED = "EndpointFailed"
     # From prefill to decode.
     SHARED_MEMORY_UNAVAILABLE = "SharedMemoryUnavailable"
     CONNECTOR_MISSING = "ConnectorMissing"
