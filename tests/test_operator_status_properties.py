@@ -156,7 +156,7 @@ observations = st.builds(
             code=st.sampled_from([0, 400, 401, 403, 409, 422, 500]),
             reason=st.sampled_from(["", "Forbidden", "NameConflict", "QuotaExceeded"]), message=texts, since=times,
         ),
-        max_size=2,
+        max_size=2, unique_by=lambda error: error.object,
     ).map(tuple),
     nodes=st.none()
     | st.lists(
@@ -164,11 +164,14 @@ observations = st.builds(
         max_size=3,
         unique_by=lambda node: node.name,
     ).map(tuple),
-    agents=st.lists(agents, max_size=3).map(tuple),
+    agents=st.lists(agents, max_size=3, unique_by=lambda agent: agent.pod).map(tuple),
     transport=st.sampled_from(["", "SharedMemory", "Stream"]),
     transport_reason=texts,
     flow_window=st.none() | st.builds(Window, times, numbers, numbers, numbers),
-    probes=st.lists(st.builds(ProbeResult, digests, digests, times, texts), max_size=2).map(tuple),
+    probes=st.lists(
+        st.builds(ProbeResult, digests, digests, times, texts),
+        max_size=2, unique_by=lambda probe: (probe.prefill, probe.decode),
+    ).map(tuple),
 )  # fmt: skip
 resources = st.sampled_from(MANIFESTS) | st.none()
 
