@@ -47,10 +47,12 @@ def namespace(definition, namespaces):
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_is_admitted(namespace, path):
-    document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    document["metadata"].pop("namespace", None)
-    made = create(namespace, text=yaml.safe_dump(document))
-    assert made["metadata"]["name"] == document["metadata"]["name"]
+    documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+    assert [document["kind"] for document in documents].count("KVCache") == 1
+    for document in documents:
+        document["metadata"].pop("namespace", None)
+        made = create(namespace, text=yaml.safe_dump(document))
+        assert made["metadata"]["name"] == document["metadata"]["name"]
 
 
 @pytest.mark.parametrize("path", REFUSED, ids=lambda path: path.stem)
