@@ -272,6 +272,8 @@ def test_quota_that_is_too_small(installation, namespaces):
         )
         assert "raise the quota of namespace" in condition["message"]
         namespace.patch("resourcequota", "small", {"spec": {"hard": {"pods": "20"}}})
+        # Its controller would try again by itself, but after minutes by now; a new one tries at once.
+        namespace.kubectl("delete", "replicaset", "-l", f"app.kubernetes.io/instance={name}")
         namespace.until_condition(name, "EnginesReady", "True", timeout_s=180)
 
 
