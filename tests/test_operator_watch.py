@@ -20,7 +20,7 @@ from cacheoperator.errors import (
     NotFound,
     Unreachable,
 )
-from cacheoperator.kinds import CONFIG_MAP, DEPLOYMENT, KVCACHE, POD, kind_of
+from cacheoperator.kinds import CONFIG_MAP, DEPLOYMENT, KVCACHE, NODE, POD, kind_of
 from cacheoperator.watch import Watched, controller_uid, store
 from kubernetes.aio import client
 
@@ -230,6 +230,29 @@ def test_an_object_that_comes_back_to_the_watch_was_not_deleted() -> None:
     event("DELETED", 10, "v")
     assert "v" in watched.deleted
     assert changed == [("ns", "demo")] * 5
+
+
+def test_a_pass_over_the_whole_cluster_forgets_nodes_that_went() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/api/v1/nodes":
+            return web.json_response(
+                {"items": [{"metadata": {"name": "n1", "uid": "1"}}], "metadata": {}}
+            )
+        return web.json_response({"resources": []})
+
+    async def test(cluster: Cluster) -> None:
+        watched = Watched(changed=lambda _: None, namespaces=(), cluster=cluster)
+        watched.has_nodes = True
+        watched._kinds = (NODE,)
+        for name in ("n1", "n2"):
+            node = {"metadata": {"name": name, "uid": name}, "spec": {}, "status": {}}
+            watched.notice(NODE, None, node)
+        # What kopf keeps of nodes has no uid.
+        watched._indexes = {NODE.plural: {node.name: [node] for node in watched.nodes() or ()}}
+        await watched.forget_deleted()
+        assert [node.name for node in watched.nodes() or ()] == ["n1"]
+
+    with_server(answer, test)
 
 
 def test_urls_of_kinds() -> None:

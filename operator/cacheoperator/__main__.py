@@ -208,7 +208,10 @@ async def _work(
     for part in done - {stopping}:
         if not stop.is_set() and not (part is watching and part.exception() is None):
             code = 1
-            log.error("%s ended: %s", part.get_name(), part.exception() or part.result())
+            log.error(
+                "%s ended: %s", part.get_name(), part.exception() or part.result(),
+                exc_info=part.exception(),
+            )  # fmt: skip
     stop.set()
     state["problem"] = "ending"
     # No more writes, as the lease may be another's by now; kopf takes its time.

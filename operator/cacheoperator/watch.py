@@ -198,6 +198,9 @@ class Watched:
         """Compare the indexes with lists of names and forget what is there no more."""
         places: tuple[str | None, ...] = self._namespaces or (None,)
         for kind in self._kinds:
+            if kind is NODE:
+                await self._forget_deleted_nodes()
+                continue
             known = {
                 found.uid
                 for values in list(self._indexes.get(kind.plural, {}).values())
@@ -205,7 +208,7 @@ class Watched:
             }
             if not known:
                 continue
-            labels = {KVCACHE: "", NODE: "", POD: our_pods}.get(kind, ours)
+            labels = {KVCACHE: "", POD: our_pods}.get(kind, ours)
             there: set[str] = set()
             for place in places:
                 listed = await self._cluster.list(kind, place, labels=labels, metadata_only=True)
@@ -216,6 +219,13 @@ class Watched:
                 self._deleted |= lost
         if not self.is_served(POD_MONITOR) and await self._cluster.serves(POD_MONITOR):
             self.unwatched |= {POD_MONITOR}
+
+    async def _forget_deleted_nodes(self) -> None:
+        listed = await self._cluster.list(NODE, metadata_only=True)
+        there = {found["metadata"]["name"] for found in listed}
+        for name in [name for name in self._nodes if name not in there]:
+            log.info("missed the deletion of a node name=%s", name)
+            del self._nodes[name]
 
     async def wait_until_read(self) -> None:
         """Returns when the indexes hold what was in the cluster at the start.

@@ -111,6 +111,8 @@ class Workers:
                 await self._watched.forget_deleted()
             except ClusterError as error:
                 log.warning("cannot compare with the API server: %s", error.message)
+            except Exception:
+                log.exception("comparing with the API server failed: a bug, please report it")
 
     def _note_pass(self, key: Key | None) -> None:
         if key is not None:
