@@ -8,10 +8,12 @@ whether to send them over and over until the file /tmp/stop appears. Each line o
 import concurrent.futures
 import http.client
 import json
+import socket
 import sys
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 
@@ -30,6 +32,18 @@ def main() -> None:
                 break
 
 
+def wait_for_name(host: str | None) -> None:
+    """The cluster's DNS is not on trial: its one pod may be away for a moment. Raises OSError after ten tries."""
+    for left in reversed(range(10)):
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror:
+            if not left:
+                raise
+            time.sleep(0.2)
+
+
 def send(order: dict[str, object], index: int, body: dict[str, object]) -> None:
     """One request and its line of output; nothing any more once an order without end was told to stop."""
     if order["repeat_until_closed"] and STOP.exists():
@@ -42,6 +56,7 @@ def send(order: dict[str, object], index: int, body: dict[str, object]) -> None:
         headers={"Content-Type": "application/json"},
     )
     try:
+        wait_for_name(urllib.parse.urlsplit(url).hostname)
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
             status, answer = response.status, response.read()
     except urllib.error.HTTPError as refused:

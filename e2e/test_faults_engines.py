@@ -376,6 +376,7 @@ def operators(system: Namespace) -> list[Document]:
 
 
 @pytest.mark.bundled
+@pytest.mark.slow
 def test_operator_and_agents_upgraded_under_load(place, endpoint, installation, first_certificates):
     """helm upgrade to images of another version: agents one node at a time, engines keep the connector they have."""
     for name in ("larder", "larder-payload"):
@@ -646,6 +647,7 @@ with socket.create_connection((sys.argv[1], 7500), timeout=10) as plain:
 
 
 @pytest.mark.bundled
+@pytest.mark.slow
 def test_certificate_rotated_under_load(place, endpoint, first_certificates):
     """Certificates live for minutes here. Agents that have not restarted since the upgrade show new ones, unnoticed."""
     if not first_certificates:
