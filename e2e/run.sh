@@ -3,7 +3,8 @@
 #
 # With LARDER_E2E_KUBECONFIG or KUBECONFIG set: against that cluster (which must be empty of Larder, and find the images of
 # images.py --list under LARDER_E2E_REGISTRY); tests that look into nodes are skipped. Else against the bundled cluster, which
-# is brought up, and taken down afterwards unless LARDER_E2E_KEEP is set.
+# is brought up, and taken down afterwards unless LARDER_E2E_KEEP is set. With LARDER_E2E_AGAIN what failed is tried once more:
+# real clusters on two busy cores are not steady to the last second. CI does so.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 given=${LARDER_E2E_KUBECONFIG:-${KUBECONFIG:-}}
@@ -14,4 +15,9 @@ fi
 [ -n "${LARDER_E2E_KEEP:-}" ] || trap e2e/cluster/down.sh EXIT
 e2e/up.sh
 .venv/bin/python e2e/images.py
-LARDER_E2E_BUNDLED=1 e2e/cluster/run.sh .venv/bin/python -m pytest e2e "$@"
+export LARDER_E2E_BUNDLED=1
+if ! e2e/cluster/run.sh .venv/bin/python -m pytest e2e "$@"; then
+  [ -n "${LARDER_E2E_AGAIN:-}" ] || exit 1
+  echo "== some failed: those once more, on the same cluster. What passes now is not steady: look at it"
+  e2e/cluster/run.sh .venv/bin/python -m pytest e2e --last-failed --last-failed-no-failures none "$@"
+fi
