@@ -50,7 +50,7 @@ def kvcache(name: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def places(cluster: None) -> Iterator[tuple[Namespace, Namespace]]:
+def places(cluster: None, definition: dict[str, Any]) -> Iterator[tuple[Namespace, Namespace]]:
     """A watched namespace and one that nobody watches."""
     names = [f"{PREFIX}-operator", f"{PREFIX}-unwatched"]
     kubectl("delete", "namespace", *names, "--ignore-not-found", timeout_s=180)
