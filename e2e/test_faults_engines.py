@@ -113,22 +113,23 @@ def first_certificates() -> dict[str, str]:
 # What is seen of the resource, of pods, of the cache
 
 
-class Story:
-    """Every condition that a KVCache goes through while a test does something to it, however short: a watch."""
+class KubectlWatch:
+    """One object of a namespace, watched while the `with` block runs: `see` gets each line, in a thread."""
 
-    def __init__(self, namespace: Namespace) -> None:
-        self._namespace = namespace
+    def __init__(self, namespace: Namespace, kind: str, name: str, jsonpath: str) -> None:
+        self._command = (
+            "kubectl", "--namespace", namespace.name, "get", kind, name, "--watch",
+            "-o", f'jsonpath={jsonpath}{{"\\n"}}',
+        )  # fmt: skip
         self._process: subprocess.Popen[str] | None = None
         self._reader = threading.Thread(target=self._read)
-        self.lines: list[tuple[str, str, str, str]] = []
-        """(type, status, reason, message), one per change."""
+
+    def see(self, line: str) -> None:
+        """Take one line, without white space around it; it may be empty."""
+        raise NotImplementedError
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            ["kubectl", "--namespace", self._namespace.name, "get", "kvcache", NAME, "--watch",
-             "-o", 'jsonpath={.status.conditions}{"\\n"}'],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
         self._reader.start()
         return self
 
@@ -137,6 +138,28 @@ class Story:
         self._process.terminate()
         with self._process:
             self._reader.join()
+
+    def _read(self) -> None:
+        assert self._process is not None
+        for line in self._process.stdout or ():
+            self.see(line.strip())
+
+
+class Story(KubectlWatch):
+    """Every condition that a KVCache goes through while a test does something to it, however short."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        super().__init__(namespace, "kvcache", NAME, "{.status.conditions}")
+        self.lines: list[tuple[str, str, str, str]] = []
+        """(type, status, reason, message), one per change."""
+
+    def see(self, line: str) -> None:
+        """Note what has changed."""
+        for one in json.loads(line) if line else ():
+            told = (one["type"], one["status"], one["reason"], one["message"])
+            last = next((seen for seen in reversed(self.lines) if seen[0] == told[0]), None)
+            if told != last:
+                self.lines.append(told)
 
     def until_told(
         self, kind: str, status: str, reason: str, *words: str, timeout_s: float = WAIT_S
@@ -159,17 +182,6 @@ class Story:
     def was(self, kind: str, status: str) -> list[tuple[str, str, str, str]]:
         """What a condition said while it had that status."""
         return [line for line in self.lines if line[:2] == (kind, status)]
-
-    def _read(self) -> None:
-        assert self._process is not None
-        for line in self._process.stdout or ():
-            if not line.strip():
-                continue
-            for one in json.loads(line):
-                told = (one["type"], one["status"], one["reason"], one["message"])
-                last = next((seen for seen in reversed(self.lines) if seen[0] == told[0]), None)
-                if told != last:
-                    self.lines.append(told)
 
 
 def fresh(number: int) -> list[Document]:
@@ -438,34 +450,16 @@ def nodes() -> list[str]:
     )
 
 
-class Unready:
-    """How many agents were not ready at a time: `most`, by a watch on their DaemonSet."""
+class Unready(KubectlWatch):
+    """How many agents were not ready at a time: `most`."""
 
     def __init__(self, namespace: Namespace) -> None:
-        self._namespace = namespace
-        self._process: subprocess.Popen[str] | None = None
-        self._reader = threading.Thread(target=self._read)
+        super().__init__(namespace, "daemonset", f"{NAME}-cache", "{.status.numberUnavailable}")
         self.most = 0
 
-    def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            ["kubectl", "--namespace", self._namespace.name, "get", "daemonset", f"{NAME}-cache", "--watch",
-             "-o", 'jsonpath={.status.numberUnavailable}{"\\n"}'],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self._reader.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process is not None
-        self._process.terminate()
-        with self._process:
-            self._reader.join()
-
-    def _read(self) -> None:
-        assert self._process is not None
-        for line in self._process.stdout or ():
-            self.most = max(self.most, int(line.strip() or 0))
+    def see(self, line: str) -> None:
+        """Keep the largest number; none is none."""
+        self.most = max(self.most, int(line or 0))
 
 
 # Engines on two nodes

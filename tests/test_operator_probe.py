@@ -13,25 +13,13 @@ import pytest
 from cacheoperator import probe
 from cacheoperator.observed import AgentReport, EngineSession, NamespaceView, Observed, Pod
 from cacheoperator.probe import Prober, Question, ask, ask_from_pod, main, probe_pod, question_for
-from cacheoperator.settings import Images, Settings
 from operator_fakes import Clock, FakeCluster
+from operator_world import SETTINGS
 
 from cacheservice.manifest import KVCacheManifest, manifest_from_object
 
 Json = dict[str, Any]
 KEY = ("ns", "demo")
-SETTINGS = Settings(
-    operator_version="1",
-    images=Images(
-        engine_cuda="e",
-        engine_cpu="e",
-        payload="p",
-        agent="a:1",
-        redis="r",
-        router_smg="s",
-        router_vllm="v",
-    ),
-)
 
 
 class Engine:

@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_process import free_port
 from cacheoperator import names
 from cacheoperator.objects.redis import PASSWORD_ANNOTATION, password_digest
 from operator_world import REFS, manifest, one, pod_spec, pod_templates, rendered
@@ -29,7 +29,7 @@ class Pod:
 
     def __init__(self, folder: Path, spec: str = "") -> None:
         self.folder = folder
-        self.port = _free_port()
+        self.port = free_port()
         self.container = pod_spec(one(rendered(manifest(spec)), "StatefulSet", "demo-redis"))[
             "containers"
         ][0]
@@ -164,9 +164,3 @@ def test_a_pod_that_cannot_start_is_replaced_by_one_that_can() -> None:
 def test_an_external_redis_gets_nothing_of_ours() -> None:
     result = rendered(manifest("  redis: {external: {address: 'r:6379'}}\n"))
     assert not [o for o in result.objects if o["metadata"]["name"].startswith("demo-redis")]
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

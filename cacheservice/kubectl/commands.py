@@ -147,7 +147,9 @@ def _kubectl(namespace: str, context: str, kubeconfig: str) -> Kubectl:
 
 
 def _without_agents(kubectl: Kubectl, resource: dict[str, object]) -> Seen:
-    from cacheservice.kubectl.seen import WORKLOADS, selector
+    from cacheoperator.names import selector
+
+    from cacheservice.kubectl.seen import WORKLOADS
 
     seen = Seen(resource)
     workloads = kubectl.items("get", WORKLOADS, "-l", selector(seen.name), namespace=seen.namespace)

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cacheoperator.names import Component
+from cacheoperator.names import Component, selector
 
 from cacheservice import __version__
 from cacheservice.errors import ConfigError, LarderError
@@ -22,7 +22,7 @@ from cacheservice.kubectl.agents import fetch
 from cacheservice.kubectl.cluster import RESOURCE, Kubectl
 from cacheservice.kubectl.explain import explain
 from cacheservice.kubectl.redaction import redact_object, redact_text
-from cacheservice.kubectl.seen import Seen, component_of, selector
+from cacheservice.kubectl.seen import Seen, component_of
 from cacheservice.kubectl.status import screen, status_view
 
 KINDS = (

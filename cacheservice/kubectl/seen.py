@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cacheoperator.names import APP_NAME, COMPONENT_LABEL, INSTANCE_LABEL, NAME_LABEL, Component
+from cacheoperator.names import COMPONENT_LABEL, Component, selector
 
 from cacheservice.kubectl.agents import AgentAnswer, ask_agents
 from cacheservice.kubectl.cluster import ClusterError, Forbidden, Kubectl
@@ -48,11 +48,6 @@ class Seen:
 def component_of(child: Mapping[str, Any]) -> str:
     """Its component label, "" when it has none."""
     return str((child["metadata"].get("labels") or {}).get(COMPONENT_LABEL, ""))
-
-
-def selector(name: str) -> str:
-    """Selects all children of a KVCache."""
-    return f"{NAME_LABEL}={APP_NAME},{INSTANCE_LABEL}={name}"
 
 
 def read(kubectl: Kubectl, name: str, query: Mapping[str, str] | None = None) -> Seen:

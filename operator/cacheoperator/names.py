@@ -107,6 +107,11 @@ def selector_labels(name: str, component: Component) -> dict[str, str]:
     return {NAME_LABEL: APP_NAME, INSTANCE_LABEL: name, COMPONENT_LABEL: str(component)}
 
 
+def selector(name: str) -> str:
+    """Selects the pods and workloads of one KVCache, of all components, in a list."""
+    return f"{NAME_LABEL}={APP_NAME},{INSTANCE_LABEL}={name}"
+
+
 def labels(name: str, component: Component | None = None) -> dict[str, str]:
     """Labels of every object; objects of the KVCache as a whole have no component."""
     chosen = {

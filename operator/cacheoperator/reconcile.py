@@ -292,9 +292,8 @@ class Reconciler:
             revision = cached[1] if cached is not None and cached[0] == generation else None
             if revision is None and generation:
                 source = REPLICA_SET if kind == DEPLOYMENT else CONTROLLER_REVISION
-                labels = f"{names.NAME_LABEL}={names.APP_NAME},{names.INSTANCE_LABEL}={key[1]}"
                 if source.kind not in lists:
-                    lists[source.kind] = await self._list(source, key[0], labels)
+                    lists[source.kind] = await self._list(source, key[0], names.selector(key[1]))
                 revision = observe.newest_revision(body, lists[source.kind])
                 if revision is not None:
                     known.revisions[child.uid] = (generation, revision)
