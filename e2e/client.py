@@ -1,8 +1,8 @@
 """Runs inside the client pod: sends completions to an endpoint and prints what came back. Standard library only.
 
-Standard input is one JSON object: url, requests (bodies of /v1/completions), concurrency, and repeat_until_closed:
-whether to send them over and over until the file /tmp/stop appears. Each line of output is one answer: index, status
-(0: no answer at all), seconds, body.
+Standard input is one JSON object: url, headers of all requests, requests (bodies of /v1/completions), concurrency, and
+repeat_until_closed: whether to send them over and over until the file /tmp/stop appears. Each line of output is one
+answer: index, status (0: no answer at all), seconds, body.
 """
 
 import concurrent.futures
@@ -53,7 +53,7 @@ def send(order: dict[str, object], index: int, body: dict[str, object]) -> None:
     request = urllib.request.Request(
         f"{url}/v1/completions",
         data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
+        headers={"Content-Type": "application/json", **order["headers"]},
     )
     try:
         wait_for_name(urllib.parse.urlsplit(url).hostname)

@@ -57,6 +57,7 @@ REFRESH_S = 200
 RENEWAL_S = 260
 """Certificates are renewed after so long; then the other third is left for kubelets to show them."""
 NEXT_TAG = "dev-next"
+API_KEY = "sk-only-for-these-tests"
 MEMORY_LIMIT = "5Gi"
 """Of a decode engine: twice what it needs."""
 
@@ -200,12 +201,12 @@ def load(namespace: Namespace, endpoint: str, concurrency: int = 2) -> Iterator[
 
 
 def assert_unharmed(answers: Sequence[Answer]) -> None:
-    """Each request got its completion, and the same text whenever it was asked."""
+    """Each request got its completion, and the same tokens whenever it was asked."""
     assert [answer for answer in answers if answer.status != 200] == []
-    texts: dict[int, set[str]] = {}
+    said: dict[int, set[tuple[int, ...]]] = {}
     for answer in answers:
-        texts.setdefault(answer.index, set()).add(answer.text)
-    assert [index for index, said in texts.items() if len(said) > 1] == []
+        said.setdefault(answer.index, set()).add(answer.tokens)
+    assert [index for index, tokens in said.items() if len(tokens) > 1] == []
 
 
 def assert_honest(answers: Sequence[Answer]) -> None:
@@ -214,13 +215,13 @@ def assert_honest(answers: Sequence[Answer]) -> None:
         assert answer.status == 200 or (answer.status == 503 and answer.is_openai_error), answer
 
 
-def assert_hits(namespace: Namespace, endpoint: str, number: int = 4) -> None:
+def assert_hits(namespace: Namespace, endpoint: str, number: int = 4, *, key: str = "") -> None:
     """Decode reads what prefill stored, for prompts that nobody has seen. Within a time: a look-up on busy cores may
     take longer than an engine waits for it."""
     seen: list[Answer] = []
 
     def look() -> bool:
-        seen[:] = send(namespace, endpoint, fresh(number))
+        seen[:] = send(namespace, endpoint, fresh(number), key=key)
         assert_unharmed(seen)
         return all(
             answer.cached_tokens > answer.body["usage"]["prompt_tokens"] // 2 for answer in seen
@@ -711,6 +712,71 @@ def drained(node: str) -> Iterator[None]:
         yield
     finally:
         kubectl("uncordon", node)
+
+
+# Another layout, and an API key
+
+
+def test_decode_of_another_layout_is_told_field_by_field(place, endpoint):
+    """Nothing can be handed over then: decode computes for itself, and status says which field keeps it from it."""
+    put(place, resource(replicas=1, args=["--dtype=bfloat16"]))
+    condition = place.until_condition(
+        NAME, "TransferVerified", "False", "LayoutMismatch", timeout_s=START_S
+    )
+    assert "dtype" in condition["message"]
+    assert {"float32", "bfloat16"} <= set(condition["message"].replace(",", " ").split())
+    place.until_condition(NAME, "EnginesReady", "True", timeout_s=WAIT_S)
+    answers = send(place, endpoint, fresh(2))
+    assert_unharmed(answers)
+    assert [answer.cached_tokens for answer in answers] == [0, 0]
+    assert place.events(NAME, "LayoutMismatch")
+
+
+class ProbePods(KubectlWatch):
+    """Images of the short-lived pods that ask with an API key."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        selector = "--selector=app.kubernetes.io/component=probe"
+        super().__init__(namespace, "pods", selector, "{.spec.containers[0].image}")
+        self.images: list[str] = []
+
+    def see(self, line: str) -> None:
+        """Keep it."""
+        self.images.append(line)
+
+
+def test_engines_with_an_api_key_are_proven_by_a_pod_that_mounts_it(place, endpoint, installation):
+    """Prefill follows to the other layout: a pair that nobody knows. The operator may not read the key's Secret."""
+    place.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": "engines"},
+            "stringData": {"api-key": API_KEY},
+        }
+    )
+    document = resource(replicas=1, args=["--dtype=bfloat16"])
+    document["spec"]["prefill"]["args"] = ["--dtype=bfloat16"]
+    document["spec"]["engine"]["apiKeySecretRef"] = {"name": "engines"}
+    with ProbePods(place) as probes:
+        put(place, document)
+        until_observed(place)
+        until("a probe's pod", lambda: probes.images, timeout_s=START_S)
+        place.until_condition(NAME, "TransferVerified", "True", "Verified", timeout_s=WAIT_S)
+    until_settled(place, START_S)
+    until(
+        "no probe's pod is left",
+        lambda: not place.list("pods", "app.kubernetes.io/component=probe"),
+        timeout_s=WAIT_S,
+    )
+    assert [answer.status for answer in send(place, endpoint, fresh(1))] == [401]
+    assert_hits(place, endpoint, key=API_KEY)
+    told = [
+        yaml.safe_dump(place.get("kvcache", NAME)),
+        yaml.safe_dump(place.list("events")),
+        installation.kubectl("logs", "deployment/larder-operator", "--tail=-1"),
+    ]
+    assert [text for text in told if API_KEY in text] == []
 
 
 # The end

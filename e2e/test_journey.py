@@ -20,6 +20,7 @@ from live_cluster import (
     until,
 )
 from traffic import (
+    MAX_TOKENS,
     Answer,
     body,
     prompt,
@@ -33,7 +34,7 @@ NUM_QUESTIONS = 4
 
 
 @pytest.fixture(scope="module")
-def expected(journey: Namespace) -> list[str]:
+def expected(journey: Namespace) -> list[tuple[int, ...]]:
     """What an engine without cache answers; it is not needed after that."""
     address = journey.get("pod", "control")["status"]["podIP"]
     questions = [body(prompt(seed)) for seed in range(NUM_QUESTIONS)]
@@ -41,18 +42,22 @@ def expected(journey: Namespace) -> list[str]:
     assert [answer.status for answer in answers] == [200] * NUM_QUESTIONS, answers
     assert all(answer.cached_tokens == 0 for answer in answers)
     journey.delete("pod", "control")
-    return [answer.text for answer in answers]
+    tokens = [answer.tokens for answer in answers]
+    assert {len(one) for one in tokens} == {MAX_TOKENS}
+    return tokens
 
 
 @pytest.fixture(scope="module")
-def first_answers(journey: Namespace, endpoint: str, expected: list[str]) -> list[Answer]:
+def first_answers(
+    journey: Namespace, endpoint: str, expected: list[tuple[int, ...]]
+) -> list[Answer]:
     """Of the very first requests that the endpoint sees from a client."""
     return send(journey, endpoint, [body(prompt(seed)) for seed in range(NUM_QUESTIONS)])
 
 
 def test_first_requests_are_answered_token_by_token_as_without_a_cache(first_answers, expected):
     assert [answer.status for answer in first_answers] == [200] * NUM_QUESTIONS, first_answers
-    assert [answer.text for answer in first_answers] == expected
+    assert [answer.tokens for answer in first_answers] == expected
     # A control that answers the same to everything would prove nothing.
     assert len(set(expected)) == NUM_QUESTIONS
 

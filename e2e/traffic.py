@@ -16,6 +16,7 @@ from live_cluster import Document, Namespace, until
 CLIENT = "client"
 SCRIPT = (Path(__file__).parent / "client.py").read_text(encoding="utf-8")
 MODEL = "larder-demo"
+MAX_TOKENS = 24
 RESTRICTED = {
     "allowPrivilegeEscalation": False,
     "readOnlyRootFilesystem": True,
@@ -35,9 +36,9 @@ class Answer:
     body: Any
 
     @property
-    def text(self) -> str:
-        """What the model said."""
-        return str(self.body["choices"][0]["text"])
+    def tokens(self) -> tuple[int, ...]:
+        """What the model said: token ids, which say more than a text, where what cannot be decoded is one sign."""
+        return tuple(self.body["choices"][0]["token_ids"])
 
     @property
     def cached_tokens(self) -> int:
@@ -61,10 +62,11 @@ def prompt(seed: int, num_words: int = 400) -> str:
     return f"List {seed}: " + " ".join(chosen.choice(WORDS) for _ in range(num_words))
 
 
-def body(text: str, max_tokens: int = 24) -> Document:
+def body(text: str, max_tokens: int = MAX_TOKENS) -> Document:
     """A greedy completion, so that two engines can be compared."""
     return {
         "model": MODEL, "prompt": text, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+        "return_token_ids": True,
     }  # fmt: skip
 
 
@@ -148,11 +150,11 @@ def until_pod_ready(namespace: Namespace, name: str, timeout_s: float) -> Docume
 
 
 def send(
-    namespace: Namespace, url: str, bodies: Sequence[Document], concurrency: int = 1
+    namespace: Namespace, url: str, bodies: Sequence[Document], *, key: str = ""
 ) -> list[Answer]:
-    """Send from the client pod, and return the answers in the order of the requests."""
+    """Send from the client pod, one after the other; `key` is an API key. Answers are in the order of the requests."""
     output = namespace.kubectl(
-        "exec", "-i", CLIENT, "--", "python3", "-c", SCRIPT, stdin=_order(url, bodies, concurrency), timeout_s=300
+        "exec", "-i", CLIENT, "--", "python3", "-c", SCRIPT, stdin=_order(url, bodies, 1, key=key), timeout_s=300
     )  # fmt: skip
     answers = [_answer(line) for line in output.splitlines()]
     return sorted(answers, key=lambda answer: answer.index)
@@ -206,10 +208,13 @@ class Load:
             self.answers.append(_answer(line))
 
 
-def _order(url: str, bodies: Sequence[Document], concurrency: int, *, repeat: bool = False) -> str:
+def _order(
+    url: str, bodies: Sequence[Document], concurrency: int, *, repeat: bool = False, key: str = ""
+) -> str:
     return json.dumps(
         {
             "url": url,
+            "headers": {"Authorization": f"Bearer {key}"} if key else {},
             "requests": list(bodies),
             "concurrency": concurrency,
             "repeat_until_closed": repeat,
