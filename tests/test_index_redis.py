@@ -561,6 +561,24 @@ def test_a_full_redis_is_reported_keeps_its_nodes_and_heals(full_server: RedisSe
         assert found(b, 3) == [True]
 
 
+def test_an_agent_with_nothing_to_announce_finds_out_that_redis_is_full(
+    full_server: RedisServer,
+) -> None:
+    now = 1000.0
+    with indexes(full_server, 1, clock=lambda: now) as (index,), full_server.client() as client:
+        join(index, "a")
+        index.heartbeat()
+        fill(client)
+        index.heartbeat()
+        assert index.status().health is IndexHealth.READY
+        now += 10.0
+        assert index.heartbeat() is False
+        assert index.status().reason is IndexReason.FULL
+        client.delete(*client.keys("filler*"))
+        assert index.heartbeat() is False
+        assert index.status().health is IndexHealth.READY
+
+
 def test_an_evicting_redis_may_drop_everything_and_all_comes_back(server: RedisServer) -> None:
     with indexes(server) as (a, b), server.client() as client:
         number = join(a, "a")

@@ -50,6 +50,8 @@ NODES_RETRY_AGE_S = 0.2
 NODES_MARGIN = 16
 """Node numbers asked for beyond the highest known, so that new nodes seldom cost a second round trip."""
 CPU_TIER = 1
+PROBE_EVERY_S = 10.0
+"""How often an agent that renews its lease finds out whether it could write, too. One SET then."""
 
 NO_HOLDERS: tuple[Holder, ...] = ()
 
@@ -120,6 +122,7 @@ class RedisIndex:
         self._has_failed_to_join = False
         self._must_announce_again = False
         self._renew_at = 0.0
+        self._probe_at = float("-inf")
         self._lookup_trouble: RedisTrouble | None = None
         self._write_trouble: RedisTrouble | None = None
         self._was_reached = False
@@ -176,7 +179,7 @@ class RedisIndex:
         (state, sentinel), run_id = self._write(renew, deadline)
         if state == 0:
             self._note_server(sentinel, run_id)
-            if had_trouble:
+            if had_trouble or self._clock() >= self._probe_at:
                 self._probe_writes(deadline)
         else:
             # Expired, or fenced by another incarnation: back in under this epoch, maybe with another number.
@@ -503,7 +506,9 @@ class RedisIndex:
         return read
 
     def _probe_writes(self, deadline: Deadline) -> None:
-        """Write something: renewing a lease needs no memory and so works on a full server, which this finds out."""
+        """Write something: renewing a lease needs no memory and so works on a full server, which this finds out. Also
+        for an agent that has nothing to announce, so that a server which others filled is told before it matters."""
+        self._probe_at = self._clock() + PROBE_EVERY_S
         probe = pack("SET", f"{self._prefix}probe", "1", "PX", 1)
         try:
             self._write(lambda connection, left: connection.call(probe, left), deadline)
