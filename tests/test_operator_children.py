@@ -52,6 +52,9 @@ class World:
         self.cluster.writes.clear()
         return asyncio.run(self.children.apply(KEY, UID, wanted, self.memory))
 
+    def prune(self, *wanted: Mapping[str, Any]) -> Outcome:
+        return asyncio.run(self.children.prune(KEY, UID, wanted, self.memory))
+
     def live(self, kind: str, name: str) -> Json:
         body = self.cluster.body((kind, "ns", name))
         assert body is not None
@@ -269,12 +272,41 @@ def test_prune_deletes_what_is_ours_and_not_wanted(world: World) -> None:
     )
     world.watched.look()
     world.cluster.writes.clear()
-    asyncio.run(world.children.prune(KEY, UID, [owned("Service", "keep")]))
+    world.prune(owned("Service", "keep"))
     assert world.cluster.writes == ["delete Service/drop"]
-    asyncio.run(world.children.prune(KEY, UID, [owned("Service", "keep")]))
+    world.prune(owned("Service", "keep"))
     assert world.cluster.writes == ["delete Service/drop"], (
         "once, though the watch has not told yet"
     )
+
+
+@pytest.mark.parametrize(
+    "error", [Forbidden("a policy keeps it", code=403), Broken("failed calling webhook", code=500)]
+)
+def test_a_deletion_that_is_refused_says_since_when(world: World, error: ClusterError) -> None:
+    world.apply(owned("Service", "keep"), owned("Service", "drop"))
+    world.watched.look()
+    world.cluster.refuse = lambda verb, obj: error if verb == "delete" else None
+    [first] = world.prune(owned("Service", "keep")).errors
+    assert (first.object, first.verb) == ("service/drop", "delete")
+    for _ in range(2):
+        world.clock.pass_s(60)
+        world.apply(owned("Service", "keep"))
+        [again] = world.prune(owned("Service", "keep")).errors
+        assert again.since == first.since
+    world.cluster.refuse = lambda verb, obj: None
+    assert world.prune(owned("Service", "keep")).errors == []
+    assert world.memory.kept == {}
+
+
+def test_what_was_made_anew_meanwhile_is_not_deleted_but_looked_at_again(world: World) -> None:
+    world.apply(owned("Service", "drop"))
+    world.watched.look()
+    world.cluster.uids["Service", "ns", "drop"] = "another"
+    outcome = world.prune()
+    assert outcome.must_wait
+    assert outcome.errors == []
+    assert world.cluster.body(("Service", "ns", "drop")) is not None
 
 
 def test_string_data_is_data() -> None:

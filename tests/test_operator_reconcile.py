@@ -21,20 +21,12 @@ from cacheoperator.reconcile import Look, Reconciler
 from cacheoperator.settings import Images, Settings
 from cacheoperator.watch import Key, Stored, store
 from operator_fakes import Clock, FakeCluster, FakeWatched
+from operator_world import IMAGES
 
 from cacheservice.errors import ConfigError
 
 Json = dict[str, Any]
 KEY = ("ns", "demo")
-IMAGES = Images(
-    engine_cuda="e:1",
-    engine_cpu="e:1",
-    payload="p:1",
-    agent="a:1",
-    redis="r:1",
-    router_smg="s:1",
-    router_vllm="v:1",
-)
 
 
 class Agents:
@@ -123,7 +115,9 @@ class ApiServer(FakeCluster):
 
 
 class World:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `monkeypatch` statuses are made up by `summary` and `reason`, else they are real."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch | None = None) -> None:
         self.api = ApiServer()
         self.clock = Clock()
         self.watched = Watched(self.api)
@@ -131,9 +125,10 @@ class World:
         self.settings = Settings(operator_version="1", images=IMAGES)
         self.summary = "1/1"
         self.reason = "Fine"
-        monkeypatch.setattr(reconcile.status, "status", self._status)
-        monkeypatch.setattr(reconcile.status, "transitions", lambda old, new: [])
-        monkeypatch.setattr(reconcile.status, "recheck_after_s", lambda new, observed: None)
+        if monkeypatch is not None:
+            monkeypatch.setattr(reconcile.status, "status", self._status)
+            monkeypatch.setattr(reconcile.status, "transitions", lambda old, new: [])
+            monkeypatch.setattr(reconcile.status, "recheck_after_s", lambda new, observed: None)
         self.observed: Any = None
         self.restart()
 
@@ -237,6 +232,38 @@ def test_a_refusal_is_observed_and_tried_again_by_backoff_alone(world: World) ->
     assert [error.object for error in world.observed.apply_errors] == ["configmap/demo-connection"]
 
 
+def test_a_deletion_that_is_refused_stalls_and_says_which() -> None:
+    world = World()
+    assert world.api.resource is not None
+    world.api.resource["spec"]["decode"]["replicas"] = 2  # with a PodDisruptionBudget
+    world.round()
+    world.watched.look()
+    world.api.catch_up()
+    world.api.resource["spec"]["decode"]["replicas"] = 0
+    world.api.resource["spec"].pop("decode")
+    world.api.refuse = lambda verb, obj: (
+        Forbidden("a policy keeps deployments", code=403)
+        if (verb, obj["kind"]) == ("delete", "Deployment")
+        else None
+    )
+    since = set()
+    for stalled in ("Unknown", "Unknown", "True", "True"):
+        look = world.round()
+        assert look.has_failed
+        world.watched.look()
+        world.api.catch_up()
+        conditions = {found["type"]: found for found in world.api.statuses[-1]["conditions"]}
+        assert conditions["Stalled"]["status"] == stalled
+        assert conditions["Accepted"]["status"] == "False"
+        assert "deployment/demo-decode" in conditions["Accepted"]["message"]
+        since.add(conditions["Accepted"]["lastTransitionTime"])
+        world.clock.pass_s(31)
+    assert len(since) == 1
+    num_statuses = len(world.api.statuses)
+    world.round()
+    assert len(world.api.statuses) == num_statuses, "what stands is not written again"
+
+
 def test_a_server_that_does_not_answer_is_the_callers_matter(world: World) -> None:
     world.api.refuse = lambda verb, obj: Unreachable("away")
     with pytest.raises(Unreachable):
@@ -293,14 +320,14 @@ def test_a_deleted_password_is_made_anew_once(world: World) -> None:
 def test_engines_that_the_watch_does_not_show_keep_their_images(world: World) -> None:
     world.round()
     world.settings = replace(
-        world.settings, images=replace(IMAGES, engine_cpu="e:2", payload="p:2")
+        world.settings, images=replace(IMAGES, engine_cpu="another:2", payload="another:3")
     )
     world.restart()
     world.round()
     live = world.api.body(("Deployment", "ns", "demo-decode"))
     assert live is not None
     [engine] = live["spec"]["template"]["spec"]["containers"]
-    assert engine["image"] == "e:1"
+    assert engine["image"] == IMAGES.engine_cpu
     assert "dry-run Pod/demo-admission-check" not in world.api.writes
 
 

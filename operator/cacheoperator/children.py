@@ -46,7 +46,9 @@ class Memory:
     settled: dict[ObjectName, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     """Differences that an apply did not remove: an admission webhook insists. Not tried again for the same wish."""
     errors: dict[tuple[str, str], datetime] = field(default_factory=dict)
-    """Since when an object is refused, by object and reason."""
+    """Since when an apply is refused, by object and reason."""
+    kept: dict[tuple[str, str], datetime] = field(default_factory=dict)
+    """Since when a deletion is refused, by object and reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +113,12 @@ class Children:
             if is_authority and (outcome.errors or outcome.must_wait):
                 continue
             await self._apply_one(key, uid, normal(obj), live, memory, outcome)
-        known = {(error.object, error.reason) for error in outcome.errors}
-        memory.errors = {name: since for name, since in memory.errors.items() if name in known}
+        memory.errors = _still(memory.errors, outcome)
         return outcome
 
-    async def prune(self, key: Key, uid: str, wanted: Iterable[Mapping[str, Any]]) -> Outcome:
+    async def prune(
+        self, key: Key, uid: str, wanted: Iterable[Mapping[str, Any]], memory: Memory
+    ) -> Outcome:
         """Delete what this KVCache controls and does not want any more. Secrets are left to the owner's end."""
         outcome = Outcome()
         names = {(kind_of(obj), obj["metadata"]["name"]) for obj in wanted}
@@ -125,17 +128,23 @@ class Children:
             if "deletionTimestamp" in child.load()["metadata"]:
                 continue
             log.info("delete namespace=%s kind=%s name=%s", key[0], kind.kind, name)
+            title = f"{kind.kind.lower()}/{name}"
             try:
                 await self._cluster.delete(kind, key[0], name, child.uid)
-            except Unreachable:
-                raise
+            except Conflict as error:
+                log.info("conflict object=%s namespace=%s: %s", title, key[0], error.message)
+                outcome.must_wait = True  # made anew meanwhile: the watch brings what is true now
+            except Unreachable as error:
+                if not isinstance(error, Broken):
+                    raise
+                outcome.errors.append(self._error(title, "", "delete", error, memory.kept))
             except ClusterError as error:
-                title = f"{kind.kind.lower()}/{name}"
-                outcome.errors.append(self._error(title, "", "delete", error, Memory()))
-                continue
-            metrics.deletions.labels(kind.kind).inc()
-            self._watched.note_deleted(child.uid)
-            outcome.num_writes += 1
+                outcome.errors.append(self._error(title, "", "delete", error, memory.kept))
+            else:
+                metrics.deletions.labels(kind.kind).inc()
+                self._watched.note_deleted(child.uid)
+                outcome.num_writes += 1
+        memory.kept = _still(memory.kept, outcome)
         return outcome
 
     async def find(
@@ -175,7 +184,7 @@ class Children:
         except Broken as error:
             # Also an apply of a field that the schema does not know is answered with 500 (seen on 1.35).
             metrics.applies.labels(kind.kind, "refused").inc()
-            outcome.errors.append(self._error(title, component, verb, error, memory))
+            outcome.errors.append(self._error(title, component, verb, error, memory.errors))
         except Unreachable:
             raise
         except Conflict as error:
@@ -184,7 +193,7 @@ class Children:
             outcome.must_wait = True
         except ClusterError as error:
             metrics.applies.labels(kind.kind, "refused").inc()
-            outcome.errors.append(self._error(title, component, verb, error, memory))
+            outcome.errors.append(self._error(title, component, verb, error, memory.errors))
 
     async def _create(self, key: Key, kind: Kind, wanted: Json) -> None:
         log.info(
@@ -223,7 +232,7 @@ class Children:
             f"{title} in namespace {key[0]} exists and {owner}: delete it, or rename the KVCache"
         )
         error = ClusterError(message, code=409, reason="NameConflict")
-        outcome.errors.append(self._error(title, component, "patch", error, memory))
+        outcome.errors.append(self._error(title, component, "patch", error, memory.errors))
         return False
 
     async def _change(
@@ -299,14 +308,19 @@ class Children:
             self._written.setdefault(key, {})[kind, child.name] = child
 
     def _error(
-        self, title: str, component: str, verb: str, error: ClusterError, memory: Memory
+        self,
+        title: str,
+        component: str,
+        verb: str,
+        error: ClusterError,
+        since_when: dict[tuple[str, str], datetime],
     ) -> ApplyError:
         reason = error.reason or type(error).__name__
         if isinstance(error, Forbidden) and "exceeded quota" in error.message:
             reason = "QuotaExceeded"
         elif isinstance(error, Invalid) or "field not declared in schema" in error.message:
             reason = "Invalid"
-        since = memory.errors.setdefault((title, reason), self._now())
+        since = since_when.setdefault((title, reason), self._now())
         return ApplyError(
             object=title,
             component=component,
@@ -317,6 +331,14 @@ class Children:
             since=since,
             field_path=error.causes[0][0] if error.causes else "",
         )
+
+
+def _still(
+    since_when: Mapping[tuple[str, str], datetime], outcome: Outcome
+) -> dict[tuple[str, str], datetime]:
+    """Of what is remembered, that which was refused again."""
+    known = {(error.object, error.reason) for error in outcome.errors}
+    return {name: since for name, since in since_when.items() if name in known}
 
 
 def normal(obj: Mapping[str, Any]) -> Json:

@@ -181,9 +181,10 @@ class Reconciler:
         if not manifest.paused:
             outcome = await self._children.apply(key, stored.uid, objects, known.applied)
             if not rendered.refusals:
-                pruned = await self._children.prune(key, stored.uid, objects)
+                pruned = await self._children.prune(key, stored.uid, objects, known.applied)
                 outcome.errors += pruned.errors
                 outcome.num_writes += pruned.num_writes
+                outcome.must_wait |= pruned.must_wait
         observed = await self._observe(
             key, known, resource, manifest, gathered, objects, rendered.refusals, outcome
         )

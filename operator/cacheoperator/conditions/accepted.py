@@ -190,6 +190,8 @@ def _message(error: ApplyError, scene: Scene) -> str:
         return f"cannot {found['verb']} {found['resource']}{group}{where}: upgrade the chart's ClusterRole"
     if reason is Reason.QUOTA_EXCEEDED:
         return f"{error.object}: {said}: raise the quota of namespace {namespace}, or ask for less"
+    if error.verb == "delete":
+        return f"{error.object} is not wanted any more, and may not be deleted: {said}: allow it, or delete it"
     at = f" at {error.field_path}" if error.field_path and error.field_path not in said else ""
     if reason is Reason.INVALID_TEMPLATE:
         return f"{error.object} is refused{at}: {said}: correct {_template_path(error, scene)}"
