@@ -71,7 +71,7 @@ IMAGES = (
     Image(
         "stand-in",
         "e2e/images/stand-in/Containerfile",
-        inputs=("e2e/images/stand-in/server.py",),
+        inputs=("e2e/images/stand-in/server.py", "e2e/images/stand-in/chunks.py"),
     ),
     Image("redis", "e2e/images/redis/Containerfile", trees=("redis",)),
 )

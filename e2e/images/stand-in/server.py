@@ -2,6 +2,8 @@
 
 never    (the default) answers /health with 503 for ever: an engine that loads its model for ever
 ready    answers /health with 200 and everything else with OpenAI's shape of an error
+cached   as ready, once the agent has taken its session, and answers completions that move chunks (chunks.py); who asks
+         must show the key of STAND_IN_KEY, else of VLLM_API_KEY, when there is one
 crash    ends at once with status 1
 memory   takes memory until the kernel ends it
 """
@@ -20,13 +22,24 @@ class Server(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """/health by the mode; nothing else is there."""
         if self.path == "/health":
-            self._answer(200 if MODE == "ready" else 503, {})
+            self._answer(200 if is_healthy() else 503, {})
         else:
             self._refuse()
 
     def do_POST(self) -> None:
-        """No completion is ever made here."""
-        self._refuse()
+        """A completion of nothing, where there is a cache; else none is ever made here."""
+        if chunks is None or self.path != "/v1/completions":
+            self._refuse()
+            return
+        key = os.environ.get("STAND_IN_KEY") or os.environ.get("VLLM_API_KEY")
+        # As vLLM 0.32 does it: entrypoints/openai/api_server.py, AuthenticationMiddleware.
+        if key and self.headers.get("Authorization") != f"Bearer {key}":
+            self._answer(401, {"error": "Unauthorized"})
+            return
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        moved = chunks.serve(request["prompt"], request.get("cache_salt", ""))
+        print(f"completion of {len(request['prompt'])} tokens, {moved} chunks moved")
+        self._answer(200, {"object": "text_completion", "choices": [{"index": 0, "text": ""}]})
 
     def _refuse(self) -> None:
         message = f"a stand-in has no {self.path}"
@@ -41,12 +54,19 @@ class Server(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+def is_healthy() -> bool:
+    """Whether /health says so."""
+    return MODE == "ready" or (chunks is not None and chunks.is_connected())
+
+
 MODE = os.environ.get("STAND_IN", "never")
+chunks = None
 
 if __name__ == "__main__":
     flags = argparse.ArgumentParser()
     flags.add_argument("--host", default="0.0.0.0")
     flags.add_argument("--port", type=int, default=8000)
+    flags.add_argument("--kv-transfer-config")
     site, _ = flags.parse_known_args()
     print(f"stand-in in mode {MODE}, started with {sys.argv[1:]}")
     # As a container's first process it would not hear of it otherwise.
@@ -57,4 +77,8 @@ if __name__ == "__main__":
         taken = []
         while True:
             taken.append(b"x" * (8 << 20))
+    if MODE == "cached":
+        from vllm.entrypoints.openai.chunks import Chunks
+
+        chunks = Chunks(site.kv_transfer_config)
     ThreadingHTTPServer((site.host, site.port), Server).serve_forever()
