@@ -124,12 +124,16 @@ class FakeCluster:
         server = self.servers.setdefault(id_, Server())
         server.update(who, {k: v for k, v in obj.items() if k not in ("apiVersion", "kind")})
 
-    def change(self, id_: Id, edit: Callable[[Json], None]) -> None:
+    def change(self, id_: Id, edit: Callable[[Json], None], who: str = "someone") -> None:
         """A foreign edit of what is there."""
         live = self.servers[id_].live
         edit(live)
         self._touch(id_)
-        self.servers[id_].update("someone", live)
+        self.servers[id_].update(who, live)
+
+    def lose(self, id_: Id) -> None:
+        """Someone deletes it."""
+        del self.servers[id_], self.uids[id_]
 
     def _touch(self, id_: Id) -> None:
         self.uids.setdefault(id_, f"uid-{next(self._count)}")

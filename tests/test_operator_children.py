@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from cacheoperator.children import REPLICAS_MANAGER, Children, Memory, Outcome, normal
 from cacheoperator.errors import Broken, ClusterError, Conflict, Forbidden, Invalid, Unreachable
+from cacheoperator.names import FIELD_MANAGER
+from cacheoperator.owners import owners
 from operator_fakes import Clock, FakeCluster, FakeWatched
 
 Json = dict[str, Any]
@@ -47,10 +50,18 @@ class World:
         self.children = Children(self.cluster, self.watched, self.clock)  # type: ignore[arg-type]
         self.memory = Memory()
 
-    def apply(self, *wanted: Mapping[str, Any]) -> Outcome:
+    def apply(self, *wanted: Mapping[str, Any], is_wish_known: bool = False) -> Outcome:
         """One round; `cluster.writes` has the writes of this one alone."""
         self.cluster.writes.clear()
-        return asyncio.run(self.children.apply(KEY, UID, wanted, self.memory))
+        return asyncio.run(
+            self.children.apply(KEY, UID, wanted, self.memory, is_wish_known=is_wish_known)
+        )
+
+    def restart(self) -> None:
+        """An operator that remembers nothing and has seen everything."""
+        self.watched.look()
+        self.children = Children(self.cluster, self.watched, self.clock)  # type: ignore[arg-type]
+        self.memory = Memory()
 
     def prune(self, *wanted: Mapping[str, Any]) -> Outcome:
         return asyncio.run(self.children.prune(KEY, UID, wanted, self.memory))
@@ -107,6 +118,161 @@ def test_foreign_changes_are_repaired_and_told_but_wishes_of_ours_are_not_repair
     outcome = world.apply(deployment(3))
     assert outcome.repairs == []
     assert world.live("Deployment", "demo-decode")["spec"]["replicas"] == 3
+
+
+def scaled_to_nine(live: Json) -> None:
+    live["spec"]["replicas"] = 9
+
+
+DECODE = ("Deployment", "ns", "demo-decode")
+
+
+def test_who_changes_an_object_each_time_makes_few_writes_and_is_named(world: World) -> None:
+    world.apply(deployment(2))
+    begin = world.clock()
+    repaired_at = []
+    outcome = Outcome()
+    while (world.clock() - begin).total_seconds() < 1800:
+        world.cluster.change(DECODE, scaled_to_nine, "their-operator")
+        world.watched.look()
+        outcome = world.apply(deployment(2))
+        if outcome.repairs:
+            repaired_at.append((world.clock() - begin).total_seconds())
+            [repair] = outcome.repairs
+            assert repair.managers == ("their-operator",)
+        world.clock.pass_s(10)
+    assert repaired_at[:5] == [0, 10, 20, 30, 40], "a few are put right at once"
+    gaps = [later - earlier for earlier, later in itertools.pairwise(repaired_at[4:])]
+    assert gaps[:5] == [10, 20, 40, 80, 160]
+    assert set(gaps[5:]) == {300}
+    [contest] = outcome.contests
+    assert (contest.object, contest.component) == ("deployment/demo-decode", "decode")
+    assert (contest.paths, contest.managers) == (("spec.replicas",), ("their-operator",))
+    assert outcome.due is not None
+    assert outcome.due > world.clock()
+
+    world.apply(deployment(4))
+    assert world.cluster.writes, "what the KVCache says now does not wait"
+    assert world.live("Deployment", "demo-decode")["spec"]["replicas"] == 4
+
+
+def test_a_contest_is_told_until_it_has_been_calm_for_long(world: World) -> None:
+    world.apply(deployment(2))
+    for _ in range(5):
+        world.cluster.change(DECODE, scaled_to_nine)
+        world.watched.look()
+        world.apply(deployment(2))
+    world.watched.look()
+    for _ in range(14):
+        world.clock.pass_s(60)
+        outcome = world.apply(deployment(2))
+        assert world.cluster.writes == []
+        assert len(outcome.contests) == 1
+        assert outcome.due is not None
+    world.clock.pass_s(60)
+    outcome = world.apply(deployment(2))
+    assert (outcome.contests, outcome.due) == ([], None)
+    for _ in range(4):
+        world.cluster.change(DECODE, scaled_to_nine)
+        world.watched.look()
+        assert world.apply(deployment(2)).repairs, "it is an object like any other again"
+
+
+def test_changes_now_and_then_are_put_right_at_once(world: World) -> None:
+    world.apply(deployment(2))
+    for _ in range(50):
+        world.clock.pass_s(76)
+        world.cluster.change(DECODE, scaled_to_nine)
+        world.watched.look()
+        outcome = world.apply(deployment(2))
+        assert len(outcome.repairs) == 1
+        assert outcome.contests == []
+
+
+def test_who_deletes_an_object_each_time_makes_few_writes(world: World) -> None:
+    world.apply(deployment(2))
+    num_writes = 0
+    outcome = Outcome()
+    for _ in range(60):
+        world.watched.look()
+        if world.cluster.body(DECODE) is not None:
+            world.cluster.lose(DECODE)
+        world.watched.look()
+        outcome = world.apply(deployment(2))
+        num_writes += len(world.cluster.writes)
+        world.clock.pass_s(10)
+    assert num_writes == 5 + 5, "and then after 10, 20, 40, 80 and 160 s"
+    assert [contest.paths for contest in outcome.contests] == [()]
+
+
+def test_what_changed_while_the_operator_was_away_is_told(world: World) -> None:
+    world.apply(deployment(2), owned("Secret", "demo-key", data={"a": "eA=="}))
+    world.cluster.change(DECODE, scaled_to_nine, "kubectl-scale")
+    secret = ("Secret", "ns", "demo-key")
+    world.cluster.change(secret, lambda live: live["data"].update(a="eQ=="), "kubectl-edit")
+    world.restart()
+    wanted = deployment(2), owned("Secret", "demo-key", data={"a": "eA=="})
+    outcome = world.apply(*wanted, is_wish_known=True)
+    assert [(r.object, r.paths, r.managers) for r in outcome.repairs] == [
+        ("deployment/demo-decode", ("spec.replicas",), ("kubectl-scale",)),
+        ("secret/demo-key", ("data.a",), ("kubectl-edit",)),
+    ]
+    world.restart()
+    outcome = world.apply(*wanted, is_wish_known=True)
+    assert (outcome.repairs, world.cluster.writes) == ([], [])
+
+
+def test_a_new_wish_after_a_restart_is_no_repair(world: World) -> None:
+    world.apply(deployment(2))
+    world.restart()
+    newer = deployment(2, image="i:2")
+    newer["spec"]["progressDeadlineSeconds"] = 60
+    outcome = world.apply(newer, is_wish_known=True)
+    assert world.cluster.writes, "a newer operator wants something else, and more"
+    assert outcome.repairs == []
+    world.cluster.change(DECODE, scaled_to_nine)
+    world.restart()
+    assert world.apply(deployment(3)).repairs == [], "the KVCache was changed meanwhile, too"
+    assert world.live("Deployment", "demo-decode")["spec"]["replicas"] == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("spec.replicas", {"f:spec": {"f:replicas": {}}}),
+        (
+            "spec.template.spec.containers[vllm].env[A].value",
+            {"f:spec": {"f:template": {"f:spec": {"f:containers": {
+                'k:{"name":"vllm"}': {"f:env": {'k:{"name":"A"}': {"f:value": {}}}}
+            }}}}},
+        ),
+        (
+            "spec.ports[80,TCP]",
+            {"f:spec": {"f:ports": {'k:{"port":80,"protocol":"TCP"}': {".": {}}}}},
+        ),
+        ("metadata.finalizers[a/b]", {"f:metadata": {"f:finalizers": {'v:"a/b"': {}}}}),
+        ("spec.selector", {"f:spec": {"f:selector": {"f:app": {}}}}),
+    ],
+)  # fmt: skip
+def test_the_owner_of_a_path_is_found(path: str, fields: Json) -> None:
+    def live(*entries: tuple[str, str, str]) -> Json:
+        managed = [
+            {"manager": who, "operation": how, "subresource": part, "fieldsV1": fields}
+            for who, how, part in entries
+        ]
+        return {"metadata": {"managedFields": managed}}
+
+    them = ("kubectl-edit", "Update", "")
+    assert owners(live(them), ["spec.other", path]) == {path: "kubectl-edit"}
+    ours = (FIELD_MANAGER, "Apply", "")
+    for entries in (
+        [],
+        [(REPLICAS_MANAGER, "Apply", "")],
+        [(FIELD_MANAGER, "Update", "")],
+        [("kube-controller-manager", "Update", "status")],
+        [them, ours] if not path.startswith("spec.selector") else [ours],
+    ):
+        assert owners(live(*entries), [path]) == {}
 
 
 def test_a_foreign_object_is_never_written(world: World) -> None:

@@ -264,6 +264,79 @@ def test_a_deletion_that_is_refused_stalls_and_says_which() -> None:
     assert len(world.api.statuses) == num_statuses, "what stands is not written again"
 
 
+DECODE = ("Deployment", "ns", "demo-decode")
+
+
+def scaled(live: Json) -> None:
+    live["spec"]["replicas"] = 9
+
+
+def settled() -> World:
+    """A world with real statuses in which all is applied and told."""
+    world = World()
+    for _ in range(3):
+        world.round()
+        world.watched.look()
+        world.api.catch_up()
+    world.teller.told.clear()
+    return world
+
+
+def test_a_fight_over_an_object_is_told_once_and_looked_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for look_s in ("busy_look_s", "calm_look_s", "idle_look_s"):
+        monkeypatch.setattr(reconcile, look_s, 3600.0)
+    world = settled()
+    look = Look()
+    for _ in range(60):
+        world.api.change(DECODE, scaled, "their-operator")
+        world.watched.look()
+        look = world.round()
+        world.watched.look()
+        world.api.catch_up()
+        world.clock.pass_s(10)
+    assert look.again_s is not None
+    assert look.again_s <= 60, "the last repair was after 350 s, the next is 300 s later"
+    told = [reason for reason, _ in world.teller.told]
+    assert told.count("DriftContested") == 1
+    assert told.count("DriftRepaired") == 5 + 5
+    [message] = [text for reason, text in world.teller.told if reason == "DriftContested"]
+    assert all(
+        word in message for word in ("deployment/demo-decode", "their-operator", "spec.replicas")
+    )
+    status = world.api.statuses[-1]
+    assert "DriftContested" in [problem["reason"] for problem in status["problems"]]
+    [accepted] = [found for found in status["conditions"] if found["type"] == "Accepted"]
+    assert accepted["status"] == "True", "the resource can be used all the same"
+    num_statuses = len(world.api.statuses)
+    world.round()
+    assert len(world.api.statuses) == num_statuses
+
+
+def test_a_restart_tells_what_changed_meanwhile_and_nothing_else() -> None:
+    world = settled()
+    world.restart()
+    num_statuses = len(world.api.statuses)
+    world.round()
+    assert (world.api.writes, world.teller.told) == ([], [])
+    assert len(world.api.statuses) == num_statuses
+    world.api.change(DECODE, scaled, "kubectl-scale")
+    world.watched.look()
+    world.restart()
+    world.round()
+    [(reason, message)] = world.teller.told
+    assert reason == "DriftRepaired"
+    assert (
+        message == "deployment/demo-decode: spec.replicas put right; kubectl-scale had changed it"
+    )
+    world.watched.look()
+    world.teller.told.clear()
+    world.restart()
+    world.round()
+    assert (world.api.writes, world.teller.told) == ([], [])
+
+
 def test_a_server_that_does_not_answer_is_the_callers_matter(world: World) -> None:
     world.api.refuse = lambda verb, obj: Unreachable("away")
     with pytest.raises(Unreachable):

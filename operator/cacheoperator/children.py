@@ -21,11 +21,13 @@ from typing import Any
 
 from cacheoperator import metrics
 from cacheoperator.cluster import Cluster, Json
+from cacheoperator.contests import History
 from cacheoperator.difference import difference, owned_fields, unowned
 from cacheoperator.errors import Broken, ClusterError, Conflict, Forbidden, Invalid, Unreachable
 from cacheoperator.kinds import DEPLOYMENT, SECRET, Kind, kind_of, workloads
 from cacheoperator.names import COMPONENT_LABEL, FIELD_MANAGER, KIND, authority_name
-from cacheoperator.observed import ApplyError
+from cacheoperator.observed import ApplyError, Contest
+from cacheoperator.owners import owners
 from cacheoperator.watch import Key, Stored, Watched, controller_uid, store
 
 log = logging.getLogger(__name__)
@@ -49,14 +51,19 @@ class Memory:
     """Since when an apply is refused, by object and reason."""
     kept: dict[tuple[str, str], datetime] = field(default_factory=dict)
     """Since when a deletion is refused, by object and reason."""
+    histories: dict[ObjectName, History] = field(default_factory=dict)
+    """Of objects that someone else changed."""
+    contests: dict[ObjectName, Contest] = field(default_factory=dict)
+    """Of those in `histories` that are contested, what is contested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """An object that someone else had changed, and the paths that were put right."""
+    """An object that someone else had changed, the paths that were put right, and who it was as far as it tells."""
 
     object: str
     paths: tuple[str, ...]
+    managers: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -68,6 +75,9 @@ class Outcome:
     num_writes: int = 0
     must_wait: bool = False
     """An object of an earlier KVCache of this name, or one that is being deleted, is still there."""
+    contests: list[Contest] = field(default_factory=list)
+    due: datetime | None = None
+    """When to come again for them."""
 
 
 class Children:
@@ -101,9 +111,19 @@ class Children:
         self._written.pop(key, None)
 
     async def apply(
-        self, key: Key, uid: str, wanted: Iterable[Mapping[str, Any]], memory: Memory
+        self,
+        key: Key,
+        uid: str,
+        wanted: Iterable[Mapping[str, Any]],
+        memory: Memory,
+        *,
+        is_wish_known: bool = False,
     ) -> Outcome:
-        """Bring the objects `wanted` about, in this order, each as far as it differs."""
+        """Bring the objects `wanted` about, in this order, each as far as it differs.
+
+        `is_wish_known`: an operator brought this version of the KVCache about before. Then also what differs from a
+        wish that `memory` does not know, as after a restart, is a repair where it has another owner now.
+        """
         outcome = Outcome()
         live = self.live(key)
         authority = authority_name(key[1])
@@ -112,7 +132,10 @@ class Children:
             is_authority = kind_of(obj) == SECRET and obj["metadata"]["name"] == authority
             if is_authority and (outcome.errors or outcome.must_wait):
                 continue
-            await self._apply_one(key, uid, normal(obj), live, memory, outcome)
+            await self._apply_one(
+                key, uid, normal(obj), live, memory, outcome, is_wish_known=is_wish_known
+            )
+        self._tell_contests(memory, outcome)
         memory.errors = _still(memory.errors, outcome)
         return outcome
 
@@ -142,6 +165,7 @@ class Children:
                 outcome.errors.append(self._error(title, "", "delete", error, memory.kept))
             else:
                 metrics.deletions.labels(kind.kind).inc()
+                memory.wanted.pop((kind, name), None)
                 self._watched.note_deleted(child.uid)
                 outcome.num_writes += 1
         memory.kept = _still(memory.kept, outcome)
@@ -164,6 +188,8 @@ class Children:
         live: Mapping[ObjectName, Stored],
         memory: Memory,
         outcome: Outcome,
+        *,
+        is_wish_known: bool,
     ) -> None:
         kind, name = kind_of(wanted), str(wanted["metadata"]["name"])
         title = f"{kind.kind.lower()}/{name}"
@@ -173,14 +199,22 @@ class Children:
             there = await self.find(key, kind, name, live)
             if there is None:
                 verb = "create"
+                wish = digest(wanted)
+                was_deleted = memory.wanted.get((kind, name)) == wish
+                if was_deleted and self._must_wait((kind, name), memory):
+                    return
                 await self._create(key, kind, wanted)
                 outcome.num_writes += 1
-                memory.wanted[kind, name] = digest(wanted)
+                memory.wanted[kind, name] = wish
+                if was_deleted:
+                    self._remember_repair((kind, name), component, Repair(title, ()), memory)
                 return
             if not self._is_ours(there, key, uid, title, component, memory, outcome):
                 return
             verb = "patch"
-            await self._change(key, kind, wanted, there, title, memory, outcome)
+            await self._change(
+                key, kind, wanted, there, title, memory, outcome, is_wish_known=is_wish_known
+            )
         except Broken as error:
             # Also an apply of a field that the schema does not know is answered with 500 (seen on 1.35).
             metrics.applies.labels(kind.kind, "refused").inc()
@@ -244,15 +278,23 @@ class Children:
         title: str,
         memory: Memory,
         outcome: Outcome,
+        *,
+        is_wish_known: bool,
     ) -> None:
         name: ObjectName = (kind, wanted["metadata"]["name"])
         paths = difference(wanted, there)
         wish = digest(wanted)
-        is_same_wish = memory.wanted.get(name) == wish
+        known_wish = memory.wanted.get(name)
+        is_same_wish = known_wish == wish
         memory.wanted[name] = wish
         if not paths or memory.settled.get(name) == (wish, paths):
             return
+        if is_same_wish and self._must_wait(name, memory):
+            return
         memory.settled.pop(name, None)
+        whose: Mapping[str, str] = {}
+        if is_same_wish or (is_wish_known and known_wish is None):
+            whose = await self._whose(key, kind, there, paths)
         log.info("apply namespace=%s object=%s paths=%s", key[0], title, ",".join(paths))
         if kind == DEPLOYMENT and "replicas" not in wanted["spec"] and "spec.replicas" in paths:
             await self._hand_over_replicas(there)
@@ -279,10 +321,54 @@ class Children:
                 ",".join(left),
             )
             memory.settled[name] = (wish, left)
-        paths = tuple(path for path in paths if path not in left)
-        if is_same_wish and paths and paths != (unowned,):
+        repaired = tuple(path for path in paths if path not in left and path != unowned)
+        if not is_same_wish:
+            repaired = tuple(path for path in repaired if path in whose)
+        if repaired:
             metrics.drift_repairs.labels(kind.kind).inc()
-            outcome.repairs.append(Repair(title, paths))
+            managers = tuple(sorted({whose[path] for path in repaired if path in whose}))
+            repair = Repair(title, repaired, managers)
+            outcome.repairs.append(repair)
+            component = str((wanted["metadata"].get("labels") or {}).get(COMPONENT_LABEL, ""))
+            self._remember_repair(name, component, repair, memory)
+
+    async def _whose(
+        self, key: Key, kind: Kind, there: Json, paths: tuple[str, ...]
+    ) -> Mapping[str, str]:
+        """Who owns `paths` now. The watch keeps our own entry of managedFields alone, so the object is got."""
+        try:
+            found = await self._cluster.get(kind, key[0], there["metadata"]["name"])
+        except ClusterError as error:
+            log.debug("cannot see who changed kind=%s: %s", kind.kind, error.message)
+            return {}
+        return {} if found is None else owners(found, paths)
+
+    def _must_wait(self, name: ObjectName, memory: Memory) -> bool:
+        """Whether putting the object right again has to wait: someone fights us."""
+        now = self._now()
+        return memory.histories.get(name, History()).next_repair(now) > now
+
+    def _remember_repair(
+        self, name: ObjectName, component: str, repair: Repair, memory: Memory
+    ) -> None:
+        now = self._now()
+        history = memory.histories.get(name, History()).repaired(now)
+        memory.histories[name] = history
+        if history.is_contested(now):
+            memory.contests[name] = Contest(repair.object, component, repair.paths, repair.managers)
+
+    def _tell_contests(self, memory: Memory, outcome: Outcome) -> None:
+        """Also between two repairs, when for a moment all is as we want it."""
+        now = self._now()
+        for name, history in list(memory.histories.items()):
+            if not history.is_known(now):
+                del memory.histories[name]
+                memory.contests.pop(name, None)
+            elif name in memory.contests:
+                outcome.contests.append(memory.contests[name])
+                due = history.next_repair(now)
+                due = due if due > now else history.calm_at()
+                outcome.due = due if outcome.due is None else min(due, outcome.due)
 
     async def _hand_over_replicas(self, there: Json) -> None:
         """Have another field manager own the number of replicas that runs now. Without it, an apply that leaves the

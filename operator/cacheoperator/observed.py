@@ -107,6 +107,18 @@ class ApplyError:
 
 
 @dataclass(frozen=True, slots=True)
+class Contest:
+    """An object of ours that someone changes again each time it is put right."""
+
+    object: str
+    component: str
+    paths: tuple[str, ...]
+    """Empty: it is deleted."""
+    managers: tuple[str, ...]
+    """Field managers that do it, as far as the object tells."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeView:
     """One node, as far as agents and engines care."""
 
@@ -238,6 +250,7 @@ class Observed:
     pods: tuple[Pod, ...] = ()
     warnings: tuple[Warning, ...] = ()
     apply_errors: tuple[ApplyError, ...] = ()
+    contests: tuple[Contest, ...] = ()
     nodes: tuple[NodeView, ...] | None = None
     """None when nodes may not be listed (namespaced install)."""
     agents: tuple[AgentReport, ...] = ()

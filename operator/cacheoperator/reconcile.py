@@ -179,7 +179,11 @@ class Reconciler:
         objects = [annotated(obj, manifest, gathered) for obj in rendered.objects]
         outcome = Outcome()
         if not manifest.paused:
-            outcome = await self._children.apply(key, stored.uid, objects, known.applied)
+            status_before = resource.get("status") or {}
+            outcome = await self._children.apply(
+                key, stored.uid, objects, known.applied,
+                is_wish_known=status_before.get("observedGeneration") == gathered.refs.generation,
+            )  # fmt: skip
             if not rendered.refusals:
                 pruned = await self._children.prune(key, stored.uid, objects, known.applied)
                 outcome.errors += pruned.errors
@@ -194,6 +198,9 @@ class Reconciler:
             due_s = self._prober.consider(key, known.uid, manifest, observed, pairs)
             if due_s is not None:
                 look = replace(look, again_s=min(due_s, look.again_s or due_s))
+        if outcome.due is not None:
+            due_s = max(1.0, (outcome.due - now).total_seconds())
+            look = replace(look, again_s=min(due_s, look.again_s or due_s))
         if gathered.certificates_due is not None and not manifest.paused:
             due_s = max(1.0, (gathered.certificates_due - now).total_seconds())
             look = replace(look, again_s=min(due_s, look.again_s or due_s))
@@ -270,6 +277,7 @@ class Reconciler:
             pods=observe.with_problems(pods, warnings),
             warnings=warnings,
             apply_errors=tuple(outcome.errors),
+            contests=tuple(outcome.contests),
             nodes=nodes,
             agents=reports,
             transport="SharedMemory" if shares else "Stream",
@@ -401,7 +409,8 @@ class Reconciler:
         has_failed = outcome.must_wait or bool(outcome.errors)
         wait_s = await self._write_status(key, known, previous, new)
         for repair in outcome.repairs:
-            message = f"{repair.object}: {paths_text(repair.paths)} put right; someone else had changed it"
+            who = " and ".join(repair.managers) or "someone else"
+            message = f"{repair.object}: {paths_text(repair.paths)} put right; {who} had changed it"
             await self._teller.tell(*key, known.uid, "Normal", "DriftRepaired", message)
         looks = [wait_s, status.recheck_after_s(new, observed)]
         if not has_failed:

@@ -26,7 +26,7 @@ from cacheoperator.conditions import (
     wording,
 )
 from cacheoperator.conditions.finding import Decision, Finding, Problem, Scene
-from cacheoperator.conditions.reasons import UNDER_WAY, Reason
+from cacheoperator.conditions.reasons import NOTICES, UNDER_WAY, Reason
 from cacheoperator.names import Component
 from cacheoperator.observed import NamespaceView, Observed
 from cacheservice.manifest import KVCacheManifest
@@ -119,6 +119,7 @@ def transitions(previous: Mapping[str, Any], new: Mapping[str, Any]) -> list[Eve
         *_rollouts(previous, new),
         *_engine_numbers(previous, new),
         *_failures(previous, new),
+        *_notices(previous, new),
         *_chunk_change(previous, new),
     ]
     return [
@@ -378,6 +379,16 @@ def _failure_reasons(status_: Mapping[str, Any]) -> dict[str, str]:
         if is_failure or reason == Reason.FALLBACK_STREAM:
             reasons.setdefault(reason, str(found.get("message", "")))
     return reasons
+
+
+def _notices(previous: Mapping[str, Any], new: Mapping[str, Any]) -> list[Event]:
+    """One Warning for each object that gets a problem which decides no condition."""
+    before = {(problem["object"], problem["reason"]) for problem in previous.get("problems") or ()}
+    return [
+        Event("Warning", problem["reason"], problem["message"])
+        for problem in new.get("problems") or ()
+        if problem["reason"] in NOTICES and (problem["object"], problem["reason"]) not in before
+    ]
 
 
 def _chunk_change(previous: Mapping[str, Any], new: Mapping[str, Any]) -> list[Event]:

@@ -9,7 +9,7 @@ from cacheoperator.conditions.finding import Decision, Finding, Problem, Scene, 
 from cacheoperator.conditions.reasons import Reason
 from cacheoperator.conditions.troubles import troubles
 from cacheoperator.names import Component
-from cacheoperator.observed import ApplyError, Observed
+from cacheoperator.observed import ApplyError, Contest, Observed
 from cacheservice.manifest import Device, Role
 
 UNKNOWN_FIELD = (
@@ -104,8 +104,19 @@ def accepted(scene: Scene) -> Finding:
     )
 
 
+def contested(scene: Scene) -> Finding | None:
+    """Objects that someone else changes again and again. The resource can be used all the same."""
+    found = [
+        Problem(contest.object, Reason.DRIFT_CONTESTED, _contest(contest))
+        for contest in sorted(scene.observed.contests, key=lambda contest: contest.object)
+    ]
+    if not found:
+        return None
+    return Finding("True", Reason.DRIFT_CONTESTED, found[0].message, problems=tuple(found))
+
+
 CHECKS = (
-    refused_by_render, foreign_object, forbidden, refused_object, missing_secret, failed_apply, accepted,
+    refused_by_render, foreign_object, forbidden, refused_object, missing_secret, failed_apply, accepted, contested,
 )  # fmt: skip
 
 
@@ -196,6 +207,17 @@ def _message(error: ApplyError, scene: Scene) -> str:
     if reason is Reason.INVALID_TEMPLATE:
         return f"{error.object} is refused{at}: {said}: correct {_template_path(error, scene)}"
     return f"{error.object} is refused{at}: {said}"
+
+
+def _contest(contest: Contest) -> str:
+    who = wording.joined(contest.managers) if contest.managers else "someone"
+    if not contest.paths:
+        does = f"deletes {contest.object} each time it is made"
+    else:
+        does = (
+            f"changes {wording.listed(contest.paths)} of {contest.object} each time it is put right"
+        )
+    return f"{who} {does}: end that, or say in the KVCache what you want; until then it is put right every few minutes"
 
 
 def _sizes(scene: Scene) -> str:

@@ -65,8 +65,9 @@ class Decision:
 
 
 def decide(checks: Sequence[Check], scene: Scene) -> Decision:
-    """Run all `checks`; the first finding decides. The last check must always find something."""
+    """Run all `checks`; the first finding decides. One of them must find something always; those behind it only give
+    problems."""
     found = [finding for finding in (check(scene) for check in checks) if finding is not None]
-    assert found, "the last check of a condition finds something"
+    assert found, "one check of a condition finds something always"
     ordered = sorted(found, key=lambda finding: not finding.is_hopeless)
     return Decision(found[0], tuple(problem for finding in ordered for problem in finding.problems))

@@ -39,6 +39,7 @@ class Reason(StrEnum):
     APPLY_REFUSED = "ApplyRefused"
     APPLY_FAILED = "ApplyFailed"
     SECRET_NOT_FOUND = "SecretNotFound"
+    DRIFT_CONTESTED = "DriftContested"
     # Redis, as agents see it.
     UNREACHABLE = "Unreachable"
     AUTH_FAILED = "AuthFailed"
@@ -82,3 +83,6 @@ UNDER_WAY = frozenset(
     }
 )  # fmt: skip
 """Not True, and no failure: no Warning event."""
+
+NOTICES = frozenset({Reason.DRIFT_CONTESTED})
+"""Decide no condition: they are problems alone, and each that comes is an event."""
