@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 from agent_process import AgentProcess, a_namespace
 from agent_stub import StubSession, bytes_of, key_of
 from cacheoperator import metrics as operator_metrics
-from dashboard_queries import DASHBOARDS, Samples, check, names_in, queries, samples_of, selectors
+from dashboard_queries import DASHBOARDS, Samples, check, labels_of, metrics_of, queries, samples_of
 from prometheus_client import generate_latest
 
 from cacheservice.agent.metrics import GAUGES, PREFIX, TOTALS
 from cacheservice.v1 import cache_pb2
+
+ROOT = DASHBOARDS.parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +53,13 @@ def test_agents_dashboard_uses_names_of_the_metrics_file() -> None:
         *(f"{PREFIX}{name}" for name in ("calls_total", "call_seconds_bucket", "outcomes_total")),
     }
     for where, expression in queries("agents.json"):
-        for metric, _ in selectors(expression):
+        for metric in metrics_of(expression):
             assert metric in names, f"{where}: {metric}"
 
 
-def test_operator_dashboard_asks_for_what_the_operator_has() -> None:
-    """Its own registry, with one sample of each labelled family (they have none before something happened)."""
+@pytest.fixture(scope="module")
+def operator_scrape() -> Samples:
+    """The operator's registry, with one sample of each labelled family (they have none before something happened)."""
     samples: Samples = {}
     for family in operator_metrics.registry.collect():
         labels: tuple[str, ...] = ()
@@ -64,22 +68,39 @@ def test_operator_dashboard_asks_for_what_the_operator_has() -> None:
                 labels = collector._labelnames
         suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
         for suffix in suffixes.get(family.type, ("",)):
-            samples[family.name + suffix] = [dict.fromkeys(labels, "")]
-    exposed = generate_latest(operator_metrics.registry).decode()
-    assert "larder_operator_resources" in exposed
-    check("operator.json", samples)
+            of_bucket = ("le",) if suffix == "_bucket" else ()
+            samples[family.name + suffix] = [dict.fromkeys((*labels, *of_bucket), "")]
+    exposed = samples_of(generate_latest(operator_metrics.registry).decode())
+    assert {name for name in exposed if not name.endswith("_created")} <= set(samples)
+    return samples
 
 
-def test_alerts_on_the_operations_page_ask_for_what_there_is(agent_scrape: Samples) -> None:
-    page = (DASHBOARDS.parents[2] / "docs" / "operations.md").read_text()
+def test_operator_dashboard_asks_for_what_the_operator_has(operator_scrape: Samples) -> None:
+    check("operator.json", operator_scrape)
+
+
+def test_alerts_on_the_operations_page_ask_for_what_there_is(
+    agent_scrape: Samples, operator_scrape: Samples
+) -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
     table = page.split("| alert | expression |", 1)[1].split("\n\n", 1)[0]
     expressions = [row.split("|")[2].split("`")[1] for row in table.splitlines()[2:]]
     assert len(expressions) >= 6
-    there = names_in(generate_latest(operator_metrics.registry).decode()) | set(agent_scrape)
     for expression in expressions:
-        found = [metric for metric, _ in selectors(expression)]
-        assert found, expression
-        assert set(found) <= there, expression
+        labels_of(expression, {**agent_scrape, **operator_scrape})
+
+
+def test_every_metric_that_a_page_names_is_there(
+    agent_scrape: Samples, operator_scrape: Samples
+) -> None:
+    """Whatever stands between backticks and has the name of a metric is PromQL; "cacheservice_…" stands for many."""
+    found = 0
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for span in re.findall(r"`([^`\n]*)`", page.read_text()):
+            if re.search(r"\b(cacheservice|larder_operator)_[a-z]", span):
+                labels_of(span, {**agent_scrape, **operator_scrape})
+                found += 1
+    assert found >= 7
 
 
 @pytest.mark.parametrize(
@@ -88,8 +109,18 @@ def test_alerts_on_the_operations_page_ask_for_what_there_is(agent_scrape: Sampl
         ("sum(rate(cacheservice_comits_total[5m]))", "nothing is called cacheservice_comits_total"),
         ('cacheservice_used_bytes{engine="x"}', "has no label engine"),
         ('rate(cacheservice_outcomes_total{kind="lokup"}[5m])', "never has kind=lokup"),
-        ("sum by (engine) (cacheservice_used_bytes)", "sum by"),
-        ("sum(cacheservice_used_bytes", "sum"),
+        ("sum by (engine) (cacheservice_used_bytes)", "no label engine"),
+        ("sum(cacheservice_used_bytes", "no PromQL"),
+        ("rate(cacheservice_committed_bytes_total)", "no PromQL: expected type matrix"),
+        ("rate(cacheservice_used_bytes[5m])", "no counter"),
+        ("histogram_quantile(0.9, rate(cacheservice_call_seconds_sum[5m]))", "no buckets"),
+        ("histogram_quantile(0.9, sum(rate(cacheservice_call_seconds_bucket[5m])))", "no buckets"),
+        (
+            "sum by (pod) (cacheservice_used_bytes) / sum(cacheservice_arena_bytes)",
+            r"\{pod\} never matches \{\}",
+        ),
+        ("cacheservice_used_bytes / on (node) cacheservice_arena_bytes", "no label node"),
+        ("vector(1)", "asks for nothing"),
     ],
 )
 def test_the_check_finds_faults(
