@@ -14,7 +14,7 @@ from cacheoperator.__main__ import read_settings
 from cacheoperator.children import Children
 from cacheoperator.cluster import Cluster
 from cacheoperator.errors import Broken, ClusterError, Forbidden, NotFound, Unreachable
-from cacheoperator.kinds import KVCACHE, LEASE, Kind
+from cacheoperator.kinds import KVCACHE, LEASE, POD_MONITOR, Kind
 from cacheoperator.lease import LEASE_NAME, Lease, Others
 from cacheoperator.probe import Prober
 from cacheoperator.reconcile import Look, Reconciler
@@ -50,6 +50,7 @@ class Watched(FakeWatched):
     def __init__(self, cluster: ApiServer) -> None:
         super().__init__(cluster)
         self._api = cluster
+        self.served: set[Kind] = set()
 
     def kvcache(self, key: Key) -> Stored | None:
         return None if self._api.resource is None else store(KVCACHE, self._api.resource)
@@ -61,7 +62,7 @@ class Watched(FakeWatched):
         return None
 
     def is_served(self, kind: Kind) -> bool:
-        return False
+        return kind in self.served
 
 
 class ApiServer(FakeCluster):
@@ -312,6 +313,30 @@ def test_a_fight_over_an_object_is_told_once_and_looked_after(
     num_statuses = len(world.api.statuses)
     world.round()
     assert len(world.api.statuses) == num_statuses
+
+
+def test_a_missing_kind_of_monitors_is_told_once_until_it_is_there() -> None:
+    world = settled()
+    assert world.api.resource is not None
+    world.api.resource["spec"]["podMonitor"] = {}
+    world.api.resource["metadata"]["generation"] = 2
+    for _ in range(3):
+        world.round()
+        world.api.catch_up()
+        world.restart()
+        world.clock.pass_s(60)
+    told = [message for reason, message in world.teller.told if reason == "PodMonitorCRDMissing"]
+    assert len(told) == 1, "not at each pass, nor at each restart"
+    assert "spec.podMonitor" in told[0]
+    status = world.api.statuses[-1]
+    assert [problem["reason"] for problem in status["problems"]] == [
+        "NoMatchingNodes",
+        "PodMonitorCRDMissing",
+    ], "what keeps it from working comes first"
+    world.watched.served.add(POD_MONITOR)
+    world.round()
+    assert len(world.api.statuses[-1]["problems"]) == 1
+    assert "apply PodMonitor/demo larder-operator" in world.api.writes
 
 
 def test_a_restart_tells_what_changed_meanwhile_and_nothing_else() -> None:

@@ -251,6 +251,8 @@ class Observed:
     warnings: tuple[Warning, ...] = ()
     apply_errors: tuple[ApplyError, ...] = ()
     contests: tuple[Contest, ...] = ()
+    is_pod_monitor_served: bool = True
+    """Whether the cluster knows the kind PodMonitor."""
     nodes: tuple[NodeView, ...] | None = None
     """None when nodes may not be listed (namespaced install)."""
     agents: tuple[AgentReport, ...] = ()

@@ -278,6 +278,7 @@ class Reconciler:
             warnings=warnings,
             apply_errors=tuple(outcome.errors),
             contests=tuple(outcome.contests),
+            is_pod_monitor_served=gathered.refs.pod_monitor_known,
             nodes=nodes,
             agents=reports,
             transport="SharedMemory" if shares else "Stream",

@@ -219,7 +219,8 @@ def _summary(
 
 
 def _problems(decisions: Sequence[Decision]) -> list[dict[str, str]]:
-    """Worst first: those of hopeless conditions, then in the order of conditions; one entry per object and reason."""
+    """Worst first: those of hopeless conditions, then in the order of conditions, notices last; one per object and
+    reason."""
     ordered = sorted(decisions, key=lambda decision: not decision.finding.is_hopeless)
     unique: dict[tuple[str, str], Problem] = {}
     for decision in ordered:
@@ -231,7 +232,9 @@ def _problems(decisions: Sequence[Decision]) -> list[dict[str, str]]:
             "reason": str(problem.reason),
             "message": wording.cut(problem.message, MAX_PROBLEM_MESSAGE),
         }
-        for problem in list(unique.values())[:MAX_PROBLEMS]
+        for problem in sorted(unique.values(), key=lambda problem: problem.reason in NOTICES)[
+            :MAX_PROBLEMS
+        ]
     ]
 
 

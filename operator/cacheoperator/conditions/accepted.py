@@ -115,8 +115,21 @@ def contested(scene: Scene) -> Finding | None:
     return Finding("True", Reason.DRIFT_CONTESTED, found[0].message, problems=tuple(found))
 
 
+def missing_pod_monitors(scene: Scene) -> Finding | None:
+    """spec.podMonitor in a cluster without Prometheus' operator: everything else works."""
+    if scene.manifest.pod_monitor is None or scene.observed.is_pod_monitor_served:
+        return None
+    message = (
+        "spec.podMonitor is set, and the cluster does not know PodMonitor (monitoring.coreos.com/v1): install the CRDs "
+        "of Prometheus' operator, or remove spec.podMonitor"
+    )
+    problem = Problem(_kvcache(scene), Reason.POD_MONITOR_CRD_MISSING, message)
+    return Finding("True", Reason.POD_MONITOR_CRD_MISSING, message, problems=(problem,))
+
+
 CHECKS = (
     refused_by_render, foreign_object, forbidden, refused_object, missing_secret, failed_apply, accepted, contested,
+    missing_pod_monitors,
 )  # fmt: skip
 
 

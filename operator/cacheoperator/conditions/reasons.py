@@ -40,6 +40,7 @@ class Reason(StrEnum):
     APPLY_FAILED = "ApplyFailed"
     SECRET_NOT_FOUND = "SecretNotFound"
     DRIFT_CONTESTED = "DriftContested"
+    POD_MONITOR_CRD_MISSING = "PodMonitorCRDMissing"
     # Redis, as agents see it.
     UNREACHABLE = "Unreachable"
     AUTH_FAILED = "AuthFailed"
@@ -84,5 +85,5 @@ UNDER_WAY = frozenset(
 )  # fmt: skip
 """Not True, and no failure: no Warning event."""
 
-NOTICES = frozenset({Reason.DRIFT_CONTESTED})
+NOTICES = frozenset({Reason.DRIFT_CONTESTED, Reason.POD_MONITOR_CRD_MISSING})
 """Decide no condition: they are problems alone, and each that comes is an event."""
