@@ -218,6 +218,49 @@ def test_one_probe_at_a_time_and_ever_more_rarely(monkeypatch: pytest.MonkeyPatc
     asyncio.run(test())
 
 
+def test_each_pair_waits_for_itself_and_begins_anew_after_its_evidence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    def answer(question: Question, key: str = "") -> str:
+        asked.append(question.model)
+        return "no"
+
+    monkeypatch.setattr(probe, "ask", answer)
+    monkeypatch.setattr(
+        probe, "question_for", lambda m, o, pair: Question("p:1", "d:1", pair[0], 3, "s")
+    )
+
+    async def test() -> None:
+        clock, told = Clock(), asyncio.Event()
+        fake: Any = FakeCluster()
+        prober = Prober(fake, SETTINGS, clock, lambda key: told.set())
+
+        async def consider(*pairs: str) -> float | None:
+            told.clear()
+            wait_s = prober.consider(
+                KEY, "u", manifest(), observed(), [(pair, pair) for pair in pairs]
+            )
+            if wait_s is None and pairs:
+                await asyncio.wait_for(told.wait(), 5)
+            return wait_s
+
+        assert await consider("old") is None
+        clock.pass_s(probe.first_backoff_s)
+        assert await consider("old") is None
+        clock.pass_s(1)
+        assert await consider("old", "new") is None
+        assert asked == ["old", "old", "new"], "a new pair waits for no other"
+        assert await consider("old", "new") == probe.first_backoff_s
+        assert await consider("new") == probe.first_backoff_s
+        assert await consider("old") is None, "it was proven meanwhile, and is doubted now"
+        assert await consider("old") == probe.first_backoff_s
+        await prober.close()
+
+    asyncio.run(test())
+
+
 class Pods(FakeCluster):
     """A kubelet that ends each pod with `status` at once."""
 

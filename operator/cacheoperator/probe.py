@@ -2,8 +2,8 @@
 
 The request is two chunks and a token long and has a cache salt of its own, so that it meets no one's chunks and leaves
 none that anyone could meet. It only makes something move; the evidence is what agents then count (conditions/transfer).
-No pair is asked twice that status.transfers knows, one probe runs at a time per KVCache, and failures come again ever
-more rarely.
+No pair is asked twice that status.transfers knows, one probe runs at a time per KVCache, and a pair without evidence is
+asked ever more rarely. A pair that got its evidence, or that is not in use any more, begins anew when it comes back.
 
 An engine with an API key is asked from a short-lived pod that mounts the key, since the operator reads no user's
 Secret: this module, run there as `python3 -m cacheoperator.probe`, is that pod's program. So it imports nothing heavy
@@ -131,7 +131,8 @@ class Prober:
         self._changed = changed
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._results: dict[tuple[str, str], dict[tuple[str, str], ProbeResult]] = {}
-        self._next: dict[tuple[str, str], tuple[int, datetime]] = {}
+        self._next: dict[tuple[str, str], dict[tuple[str, str], tuple[int, datetime]]] = {}
+        """By KVCache and pair: how often it was asked without getting its evidence, and when it may be asked again."""
 
     def results(self, key: tuple[str, str]) -> tuple[ProbeResult, ...]:
         """How the newest probe of each pair went."""
@@ -153,21 +154,26 @@ class Prober:
         observed: Observed,
         pairs: Sequence[tuple[str, str]],
     ) -> float | None:
-        """Begin a probe of the first of `pairs` if none runs and none failed just now. Gives when to come again."""
-        if key in self._running or not pairs:
+        """Begin a probe of the first of `pairs` that may be asked now, if none runs. Gives when to come again."""
+        if key in self._running:
             return None
-        failures, at = self._next.get(key, (0, self._now()))
-        wait_s = (at - self._now()).total_seconds()
-        if wait_s > 0:
-            return wait_s
+        waits = self._next.setdefault(key, {})
+        for pair in [pair for pair in waits if pair not in pairs]:
+            del waits[pair]
+        now = self._now()
+        left_s = []
         for pair in pairs:
+            failures, at = waits.get(pair, (0, now))
+            if at > now:
+                left_s.append((at - now).total_seconds())
+                continue
             question = question_for(manifest, observed, pair)
             if question is not None:
                 log.info("probe namespace=%s name=%s %s", *key, question)
                 work = self._probe(key, uid, manifest, question, pair, failures)
                 self._running[key] = asyncio.create_task(work, name="probe")
                 return None
-        return None
+        return min(left_s, default=None)
 
     async def close(self) -> None:
         """End what runs."""
@@ -208,7 +214,8 @@ class Prober:
         self._results.setdefault(key, {})[pair] = ProbeResult(*pair, at=now, problem=problem)
         # Also after an answer: without evidence the next probe comes, but not at once.
         backoff_s = min(longest_backoff_s, first_backoff_s * 2.0 ** min(failures, 10))
-        self._next[key] = (failures + 1, now + timedelta(seconds=backoff_s))
+        at = now + timedelta(seconds=backoff_s)
+        self._next.setdefault(key, {})[pair] = (failures + 1, at)
         if problem:
             log.warning("probe namespace=%s name=%s: %s", *key, problem)
         self._changed(key)
