@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from cacheoperator import __main__ as operator_process
 from cacheoperator.cluster import Cluster, login
 from cacheoperator.errors import (
     Broken,
@@ -20,7 +21,15 @@ from cacheoperator.errors import (
     NotFound,
     Unreachable,
 )
-from cacheoperator.kinds import CONFIG_MAP, DEPLOYMENT, KVCACHE, NODE, POD, kind_of
+from cacheoperator.kinds import (
+    CONFIG_MAP,
+    DEPLOYMENT,
+    KVCACHE,
+    NODE,
+    POD,
+    POD_MONITOR,
+    kind_of,
+)
 from cacheoperator.watch import Watched, controller_uid, store
 from kubernetes.aio import client
 
@@ -252,6 +261,46 @@ def test_a_pass_over_the_whole_cluster_forgets_nodes_that_went() -> None:
         await watched.forget_deleted()
         assert [node.name for node in watched.nodes() or ()] == ["n1"]
 
+    with_server(answer, test)
+
+
+def test_pod_monitors_are_made_while_their_kind_is_there() -> None:
+    resources: list[dict[str, str]] = []
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"resources": resources})
+
+    async def test(cluster: Cluster) -> None:
+        watched = Watched(changed=lambda _: None, namespaces=(), cluster=cluster)
+        for has_kind in (False, True, True, False, True):
+            resources[:] = [{"name": POD_MONITOR.plural}] if has_kind else []
+            await watched.forget_deleted()
+            assert watched.is_served(POD_MONITOR) is has_kind
+
+    with_server(answer, test)
+
+
+def test_kinds_are_looked_for_until_the_api_server_can_list_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seen on 1.35: lists of a kind whose CRD is a second old are answered with 429."""
+    refused = 2
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal refused
+        if not request.path.endswith("/v1alpha1"):
+            return web.json_response({"items": [], "metadata": {}, "resources": []})
+        refused -= 1
+        if refused >= 0:
+            return web.json_response({"message": "storage is (re)initializing"}, status=429)
+        return web.json_response({"resources": [{"name": KVCACHE.plural}]})
+
+    async def test(cluster: Cluster) -> None:
+        watched = Watched(changed=lambda _: None, namespaces=("ns",), cluster=cluster)
+        await asyncio.wait_for(operator_process._look_around(watched), 10)
+        assert watched.is_served(KVCACHE)
+
+    monkeypatch.setattr(operator_process, "look_for_crd_s", 0.0)
     with_server(answer, test)
 
 

@@ -29,7 +29,7 @@ import yaml
 
 from cacheoperator.children import Children
 from cacheoperator.cluster import Cluster, login
-from cacheoperator.errors import ClusterError, NotFound
+from cacheoperator.errors import ClusterError, NotFound, Unreachable
 from cacheoperator.events import Teller
 from cacheoperator.lease import Lease, Others
 from cacheoperator.probe import Prober
@@ -236,14 +236,15 @@ async def _acquire(leases: Sequence[Lease], holds: list[asyncio.Task[str]]) -> N
 
 
 async def _look_around(watched: Watched) -> None:
-    told = False
+    """Until the CRD is there and every kind can be listed: a CRD that was just made is at first refused (429)."""
+    told = ""
     while True:
         try:
             await watched.look_around()
-        except NotFound as error:
-            if not told:
+        except (NotFound, Unreachable) as error:
+            if error.message != told:
                 log.error("%s", error.message)
-            told = True
+            told = error.message
             await asyncio.sleep(look_for_crd_s)
         else:
             return

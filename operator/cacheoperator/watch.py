@@ -217,8 +217,11 @@ class Watched:
             if lost:
                 log.info("missed deletions kind=%s count=%d", kind.kind, len(lost))
                 self._deleted |= lost
-        if not self.is_served(POD_MONITOR) and await self._cluster.serves(POD_MONITOR):
-            self.unwatched |= {POD_MONITOR}
+        if POD_MONITOR not in self._kinds:
+            # Its CRD comes and goes with Prometheus' operator. Where we watch it, kopf ends when it goes, and so do we.
+            is_served = await self._cluster.serves(POD_MONITOR)
+            others = self.unwatched - {POD_MONITOR}
+            self.unwatched = others | {POD_MONITOR} if is_served else others
 
     async def _forget_deleted_nodes(self) -> None:
         listed = await self._cluster.list(NODE, metadata_only=True)
