@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 from agent_process import free_port
 from engines import tiny_llama
+from up_process import CLI, START_TIMEOUT_S, engine_environment, larder_up
 
 from cacheservice.commands.engines import EngineRole, EngineSite, engine_command
 from cacheservice.local.http_client import answers_ok, get_text
@@ -25,7 +24,6 @@ from cacheservice.local.ports import HOST
 from cacheservice.manifest import parse_manifest
 
 ROOT = Path(__file__).resolve().parents[1]
-CLI = [sys.executable, "-m", "cacheservice.cli.main"]
 MANIFEST = """
 apiVersion: larder.dev/v1alpha1
 kind: KVCache
@@ -36,7 +34,6 @@ spec:
   cache: {cpu: 256Mi}
   decode: {args: [--dtype=float32, --kv-cache-memory-bytes=67108864]}
 """
-START_TIMEOUT_S = 240
 NUM_QUESTIONS = 4
 
 
@@ -48,19 +45,6 @@ def bench(url: str, *arguments: str, cwd: Path) -> tuple[int, dict[str, Any]]:
     assert done.stdout, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return done.returncode, found
-
-
-def first_line(process: subprocess.Popen[str], log: Path) -> str:
-    """What `larder up --json` prints when all is ready; the process is ended when that takes too long."""
-    assert process.stdout is not None
-    watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
-    watchdog.start()
-    try:
-        line = process.stdout.readline()
-    finally:
-        watchdog.cancel()
-    assert line, log.read_text()
-    return line
 
 
 @contextmanager
@@ -103,52 +87,40 @@ def wait_ready(url: str, log: Path) -> None:
 @pytest.mark.timeout(900)  # two engines start side by side, and are asked three times
 def test_real_engines_with_and_without_larder_answer_alike(tmp_path: Path) -> None:
     (tmp_path / "kvcache.yaml").write_text(MANIFEST)
-    env = {
-        name: value for name, value in os.environ.items()
-        if not name.startswith("LARDER_") and name not in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")
-    }  # fmt: skip
+    env = engine_environment()
     env["VLLM_SERVER_DEV_MODE"] = "1"  # brings /reset_prefix_cache
-    up_log, control_log = tmp_path / "stderr", tmp_path / "control"
+    control_log = tmp_path / "control"
     with (
-        up_log.open("w") as stderr,
-        subprocess.Popen(
-            [*CLI, "up", "kvcache.yaml", "--model", str(tiny_llama()), "--json"], cwd=tmp_path, env=env,
-            stdout=subprocess.PIPE, stderr=stderr, text=True,
-        ) as process,
         control_engine(env, control_log) as control_url,
-    ):  # fmt: skip
-        try:
-            url = json.loads(first_line(process, up_log))["engines"][0]["url"]
+        larder_up(tmp_path, "--model", str(tiny_llama()), env=env) as (state, process),
+    ):
+        url = state["engines"][0]["url"]
 
-            # Nothing has made the engine forget what it computed, so Larder had nothing to give.
-            code, alone = bench(url, cwd=tmp_path)
-            assert (code, alone["result"], alone["larder_tokens"]) == (1, "not Larder", 0)
-            assert alone["passes"]["warm"]["cached_tokens"] > 0
+        # Nothing has made the engine forget what it computed, so Larder had nothing to give.
+        code, alone = bench(url, cwd=tmp_path)
+        assert (code, alone["result"], alone["larder_tokens"]) == (1, "not Larder", 0)
+        assert alone["passes"]["warm"]["cached_tokens"] > 0
 
-            wait_ready(control_url, control_log)
-            code, found = bench(
-                url, "--reset-prefix-cache", "--control-url", control_url, cwd=tmp_path
-            )
-            assert (code, found["result"]) == (0, "same"), (found, outcomes(url))
-            assert found["num_questions"] == NUM_QUESTIONS
-            assert (found["num_different"], found["num_ties"]) == (0, 0)
-            passes = found["passes"]
-            assert passes["cold"]["cached_tokens"] == passes["control"]["cached_tokens"] == 0
-            # Prompts have 1,300 tokens and more here, of which less than a chunk of 256 can't be cached. Half of all
-            # leaves room for a lookup that misses its deadline on a busy machine.
-            for name in ("warm", "control again"):
-                assert passes[name]["cached_tokens"] > passes[name]["prompt_tokens"] / 2, name
-            assert found["larder_tokens"] > 0
-            assert found["largest_shift"] < 0.01
+        wait_ready(control_url, control_log)
+        code, found = bench(url, "--reset-prefix-cache", "--control-url", control_url, cwd=tmp_path)
+        assert (code, found["result"]) == (0, "same"), (found, outcomes(url))
+        assert found["num_questions"] == NUM_QUESTIONS
+        assert (found["num_different"], found["num_ties"]) == (0, 0)
+        passes = found["passes"]
+        assert passes["cold"]["cached_tokens"] == passes["control"]["cached_tokens"] == 0
+        # Prompts have 1,300 tokens and more here, of which less than a chunk of 256 can't be cached. Half of all
+        # leaves room for a lookup that misses its deadline on a busy machine.
+        for name in ("warm", "control again"):
+            assert passes[name]["cached_tokens"] > passes[name]["prompt_tokens"] / 2, name
+        assert found["larder_tokens"] > 0
+        assert found["largest_shift"] < 0.01
 
-            # The engine without Larder as the one to check: that is noticed.
-            code, plain = bench(control_url, cwd=tmp_path)
-            assert (code, plain["result"], plain["larder_tokens"]) == (1, "not Larder", 0)
+        # The engine without Larder as the one to check: that is noticed.
+        code, plain = bench(control_url, cwd=tmp_path)
+        assert (code, plain["result"], plain["larder_tokens"]) == (1, "not Larder", 0)
 
-            process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=60) == 0
-        finally:
-            process.kill()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
 
 
 def test_the_wheel_carries_the_questions(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import fake_vllm
 import psutil
 import pytest
 from redis_server import RedisServer
+from up_process import larder_up
 
 HEAD = """
 apiVersion: larder.dev/v1alpha1
@@ -52,20 +53,10 @@ def running(
 ) -> Iterator[tuple[dict[str, Any], subprocess.Popen[str]]]:
     """`larder up --json` with what it printed."""
     (folder / "kvcache.yaml").write_text(HEAD + spec)
-    with (
-        (folder / "stderr").open("w") as stderr,
-        subprocess.Popen(
-            command("up", "kvcache.yaml", "--model", "model", "--json", *arguments), cwd=folder,
-            env=environment(folder), stdout=subprocess.PIPE, stderr=stderr, text=True,
-        ) as process,
-    ):  # fmt: skip
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert line, (folder / "stderr").read_text()
-            yield json.loads(line), process
-        finally:
-            process.kill()
+    with larder_up(
+        folder, "--model", "model", *arguments, env=environment(folder), cli=command()
+    ) as started:
+        yield started
 
 
 def status(folder: Path) -> dict[str, Any]:
