@@ -287,6 +287,30 @@ def test_node_affinity_is_read_as_the_scheduler_does(
 
 
 @pytest.mark.parametrize(
+    "terms",
+    [
+        3,
+        [3],
+        [{"matchExpressions": 3}],
+        [{"matchExpressions": [3]}],
+        [{"matchFields": "x"}],
+        [{"matchExpressions": [{"key": ["n"], "operator": "In", "values": 3}]}],
+        [{"matchExpressions": [{"key": "n", "operator": "Gt", "values": [None]}]}],
+    ],
+)
+def test_an_affinity_that_makes_no_sense_is_left_to_the_api_server(terms: object) -> None:
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+    spec = {"affinity": {"nodeAffinity": required}}
+    matches_node(spec, {"n": "1"}, "node")
+    parsed = manifest("  cache: {cpu: 1Gi}\n")
+    assert parsed.decode is not None
+    role = dataclasses.replace(
+        parsed.decode, template={"spec": {"nodeSelector": {"a": "b"}, **spec}}
+    )
+    placement(dataclasses.replace(parsed, decode=role))
+
+
+@pytest.mark.parametrize(
     "template",
     [
         "volumes: [{name: sockets, emptyDir: {}, hostPath: null}]",

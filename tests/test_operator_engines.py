@@ -541,6 +541,36 @@ def test_tolerations_of_a_template_keep_that_of_the_gpus() -> None:
     assert spec["tolerations"] == [{"key": "pool", "operator": "Exists"}, gpu]
 
 
+@pytest.mark.parametrize(
+    "resources",
+    [
+        None,
+        {"limits": None},
+        {"requests": None},
+        {"limits": {"nvidia.com/gpu": None}, "requests": {"nvidia.com/gpu": None}},
+        {"limits": {"nvidia.com/gpu": "4"}, "requests": {"nvidia.com/gpu": "4"}},
+        {"limits": {"nvidia.com/gpu": True}},
+        {"limits": []},
+    ],
+)
+def test_a_template_can_not_change_how_many_gpus_an_engine_has(resources: Any) -> None:
+    parsed = with_template(in_vllm(resources=resources), decode="{tensorParallelSize: 2}")
+    with pytest.raises(TemplateRefused) as refused:
+        engines.build_role(parsed, REFS, SETTINGS, Component.DECODE)
+    assert refused.value.reason == "InvalidTemplate"
+    assert "spec.decode.template.spec.containers[vllm].resources" in refused.value.message
+
+
+def test_a_template_may_repeat_the_number_of_gpus_and_leaves_a_cpu_engine_alone() -> None:
+    gpus = {"nvidia.com/gpu": 2}
+    template = in_vllm(resources={"limits": {**gpus, "memory": "64Gi"}, "requests": gpus})
+    resources = vllm(pod(with_template(template, decode="{tensorParallelSize: 2}")))["resources"]
+    assert int(resources["limits"]["nvidia.com/gpu"]) == 2
+    assert resources["limits"]["memory"] == "64Gi"
+    on_cpu = with_template(in_vllm(resources=None), "  engine: {device: cpu}")
+    assert "resources" not in vllm(pod(on_cpu))
+
+
 def in_vllm(**fields: Any) -> dict[str, Any]:
     return {"spec": {"containers": [{"name": "vllm", **fields}]}}
 

@@ -290,6 +290,8 @@ REFUSED = [
     ({"metadata": {"labels": {"a": 1}}}, "metadata.labels.a: 1 is read as a number"),
     ({"spec": {"nodeSelector": {"gpu": True}}}, "spec.nodeSelector.gpu: true is read as"),
     ({"spec": {"tolerations": {"key": "x"}}}, "spec.tolerations: must be a list, and is a mapping"),
+    ({"spec": {"tolerations": False}}, "spec.tolerations: must be a list, and is true or false"),
+    ({"spec": {"tolerations": ["x"]}}, "spec.tolerations[0]: must be a mapping, and is a string"),
     ({"spec": {"tolerations": [None]}}, "spec.tolerations[0]: has no value"),
     ({"spec": {"enableServiceLinks": {}}}, "spec.enableServiceLinks: must be true or false, and is a mapping"),
     ({"spec": {"hostAliases": [{1: "x"}]}}, "spec.hostAliases[0].1: 1 is not a string"),

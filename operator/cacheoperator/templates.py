@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from cacheoperator.difference import quantity
+
 INVALID_TEMPLATE = "InvalidTemplate"
 RESERVED_ARGUMENT = "ReservedArgument"
 
@@ -38,12 +40,14 @@ class Owned:
     is none.
 
     In a list that merges by key, the step of `path` is the item's key: ("spec", "containers", "vllm", "args"). With
-    `may_grow` the value is a list that the user may replace as long as our items are in it. `why` ends the message.
+    `may_grow` the value is a list that the user may replace as long as our items are in it; with `is_quantity` it is a
+    number that may be written otherwise (2 for "2"). `why` ends the message.
     """
 
     path: tuple[str, ...]
     why: str
     may_grow: bool = False
+    is_quantity: bool = False
     reason: str = INVALID_TEMPLATE
 
 
@@ -81,7 +85,12 @@ def overlaid(
     merged = merge(base, overlay, where=where)
     for part in owned:
         before, after = value_at(base, part.path), value_at(merged, part.path)
-        if after != before and not (part.may_grow and _holds_all(after, before)):
+        is_kept = (
+            after == before
+            or (part.may_grow and _holds_all(after, before))
+            or (part.is_quantity and quantity(after) == quantity(before) is not None)
+        )
+        if not is_kept:
             raise TemplateRefused(part.reason, f"{_path_text(where, part.path)}: {part.why}")
     return merged
 
@@ -124,6 +133,7 @@ class _Leaf(Enum):
     STRING = auto()
     STRINGS = auto()
     STRING_MAP = auto()
+    MAPPINGS = auto()
 
 
 _ANY = _Leaf.ANY
@@ -161,8 +171,9 @@ _POD_SPEC = _Map({
     "initContainers": _Keyed("name", _CONTAINER),
     "volumes": _Keyed("name", _Map({}, sources=frozenset())),
     "nodeSelector": _Leaf.STRING_MAP,
+    "tolerations": _Leaf.MAPPINGS,
     # For the hint only: what people write one level too high.
-    "affinity": _ANY, "tolerations": _ANY, "serviceAccountName": _ANY, "securityContext": _ANY,
+    "affinity": _ANY, "serviceAccountName": _ANY, "securityContext": _ANY,
     "priorityClassName": _ANY, "topologySpreadConstraints": _ANY, "imagePullSecrets": _ANY, "runtimeClassName": _ANY,
     "terminationGracePeriodSeconds": _ANY, "hostNetwork": _ANY, "schedulerName": _ANY, "restartPolicy": _ANY,
 })  # fmt: skip
@@ -185,6 +196,12 @@ def _merged(base: Any, overlay: Any, node: _Node, path: str) -> Any:
                 if not isinstance(item, str):
                     raise _not_a_string(f"{path}[{index}]", item)
             return list(overlay)
+        case _Leaf.MAPPINGS:
+            _require(isinstance(overlay, list), path, "must be a list", overlay)
+            for index, item in enumerate(overlay):
+                is_right = item is None or isinstance(item, dict)
+                _require(is_right, f"{path}[{index}]", "must be a mapping", item)
+            return _merged_any(MISSING, overlay, path)
         case _Leaf.STRING_MAP:
             _require(isinstance(overlay, dict), path, "must be a mapping", overlay)
             for name, item in overlay.items():

@@ -447,6 +447,11 @@ def _owned(manifest: KVCacheManifest, base: Object, component: Component) -> lis
     ]
     for field in ("command", "args", "volumeMounts"):
         owned.append(Owned(("spec", "initContainers", PAYLOAD, field), cache))
+    if manifest.engine.device is Device.CUDA:
+        why = f"an engine has one GPU per rank: write spec.{component}.tensorParallelSize"
+        for field in ("limits", "requests"):
+            path = (*container, "resources", field, manifest.engine.gpu_resource_name)
+            owned.append(Owned(path, why, is_quantity=True))
     if manifest.model is not None and manifest.model.token is not None:
         owned.append(Owned((*container, "env", "HF_TOKEN"), "spec.model.tokenSecretRef sets it"))
     if manifest.engine.api_key is not None:

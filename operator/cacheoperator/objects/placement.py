@@ -89,7 +89,7 @@ def _nodes_of_engines(specs: Sequence[Mapping[str, Any]]) -> Object:
         for term in some or [{}]:
             joined = {**term}
             if by_label:
-                joined["matchExpressions"] = [*by_label, *term.get("matchExpressions", ())]
+                joined["matchExpressions"] = [*by_label, *_mappings(term.get("matchExpressions"))]
             if joined not in wanted:
                 wanted.append(joined)
     required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": wanted}}
@@ -118,8 +118,8 @@ def _required_terms(spec: Mapping[str, Any]) -> list[Object]:
 
 def _term_matches(term: Mapping[str, Any], labels: Mapping[str, str], node_name: str) -> bool:
     """An empty term matches no node, as in Kubernetes."""
-    expressions = term.get("matchExpressions") or []
-    fields = term.get("matchFields") or []
+    expressions = _mappings(term.get("matchExpressions"))
+    fields = _mappings(term.get("matchFields"))
     if not expressions and not fields:
         return False
     return all(_holds(expression, labels) for expression in expressions) and all(
@@ -128,8 +128,9 @@ def _term_matches(term: Mapping[str, Any], labels: Mapping[str, str], node_name:
 
 
 def _holds(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    value = labels.get(expression.get("key", ""))
-    values = expression.get("values") or []
+    value = labels.get(str(expression.get("key", "")))
+    values = expression.get("values")
+    values = values if isinstance(values, list) else []
     match expression.get("operator"):
         case "In":
             return value in values
@@ -142,7 +143,7 @@ def _holds(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
         case "Gt" | "Lt" as operator:
             try:
                 number, bound = int(value or ""), int(values[0])
-            except (ValueError, IndexError):
+            except (ValueError, TypeError, IndexError):
                 return False
             return number > bound if operator == "Gt" else number < bound
     return False
