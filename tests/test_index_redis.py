@@ -333,6 +333,27 @@ def test_a_stopped_redis_costs_each_lookup_its_timeout_then_nothing_then_heals(
         poll(lambda: b.status().health is IndexHealth.READY)
 
 
+def test_one_late_lookup_is_an_error_of_its_caller_and_no_state_of_redis(
+    server: RedisServer,
+) -> None:
+    with indexes(server, 2, timeout_s=0.02) as (a, b):
+        join(a, "a")
+        a.announce([announcement(1)])
+        poll(lambda: not fails(lambda: found(b, 1)))
+        server.pause()
+        try:
+            with pytest.raises(IndexUnavailable, match="20 ms"):
+                found(b, 1)
+            assert b.status().health is IndexHealth.READY
+            # In a row they say something: the breaker opens.
+            poll(
+                lambda: fails(lambda: found(b, 1)) and b.status().health is IndexHealth.UNREACHABLE
+            )
+            assert "20 ms" in b.status().message
+        finally:
+            server.resume()
+
+
 def test_no_thread_piles_up_behind_a_stopped_redis(server: RedisServer) -> None:
     with indexes(server, 1, timeout_s=0.05) as (a,):
         join(a, "a")

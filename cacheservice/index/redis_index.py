@@ -244,8 +244,15 @@ class RedisIndex:
     # Observers
 
     def status(self) -> IndexStatus:
-        """See `Index.status`: trouble of writes first, since it includes all that the node does for others."""
-        found = self._write_trouble or self._lookup_trouble
+        """See `Index.status`: trouble of writes first, since it includes all that the node does for others.
+
+        One lookup that was late is no trouble while the next may be in time: a status that flaps says nothing. When
+        Redis is gone, the breaker opens or, without lookups, the heartbeat fails.
+        """
+        of_lookups = self._lookup_trouble
+        if of_lookups is not None and of_lookups.is_late and self._breaker.is_closed:
+            of_lookups = None
+        found = self._write_trouble or of_lookups
         if found is not None:
             return IndexStatus(found.health, str(found), found.reason)
         if not self._was_reached:

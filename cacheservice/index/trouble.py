@@ -17,7 +17,8 @@ ACL_COMMANDS = "+mget +get +set +del +pexpire +expire +evalsha +script|load +inf
 
 
 class RedisTrouble(IndexUnavailable):
-    """IndexUnavailable that knows how the index is; `lost_connection`: asking on a new one may help."""
+    """IndexUnavailable that knows how the index is; `lost_connection`: asking on a new one may help; `is_late`: nothing
+    is known but that the answer took too long."""
 
     def __init__(
         self,
@@ -26,11 +27,13 @@ class RedisTrouble(IndexUnavailable):
         message: str,
         *,
         lost_connection: bool = False,
+        is_late: bool = False,
     ) -> None:
         super().__init__(message)
         self.health = health
         self.reason = reason
         self.lost_connection = lost_connection
+        self.is_late = is_late
 
 
 def acl_line(key_prefix: str, username: str | None) -> str:
@@ -45,6 +48,7 @@ def timed_out(location: RedisLocation, timeout_s: float, what: str) -> RedisTrou
         IndexReason.UNREACHABLE,
         f"Redis at {location.label} did not {what} within {timeout_s * 1000:.0f} ms: it is stopped, overloaded or too "
         "far; look at its SLOWLOG and the network, or raise the index's time-out",
+        is_late=True,
     )
 
 
