@@ -8,7 +8,8 @@ prefix cache; and every shard that is stored must hold them in the order of the 
 silently; this does not.
 
 One allocation per rank, laid out and viewed by vLLM's own functions, so that groups lie over each other as in engines.
-Nothing here waits, sleeps or reads a clock: background work is stepped_jobs.py, time is a number.
+Nothing here waits, sleeps or reads a clock: background work is stepped_jobs.py, time is a number. A test takes this one
+unless it is about threads, for which there is threaded_harness.py.
 
 Called by: scheduler_life.py, test_scheduler_harness.py. Facts of vLLM are those of 0.32.
 """

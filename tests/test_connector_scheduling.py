@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from connector_fakes import FakeCache
-from connector_harness import Harness, prompt
+from threaded_harness import Harness, prompt
 
 from cacheservice.connector.requests import PRESENCE_MAX_AGE_S, Move, RequestState
 from cacheservice.core.outcomes import OutcomeKind, Reason

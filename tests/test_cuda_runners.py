@@ -14,8 +14,8 @@ import pytest
 import torch
 from agent_process import wait_until
 from connector_fakes import FakeCache
-from connector_harness import BLOCK_TOKENS, LAYERS, Harness, content_of, prompt
 from gpu_fake import ENGINE, FakeGpu
+from threaded_harness import BLOCK_TOKENS, LAYERS, Harness, content_of, prompt
 
 from cacheservice.connector.cuda_copies import KIB, CudaCopier, Staging
 
