@@ -185,10 +185,18 @@ def test_a_change_that_an_apply_can_not_undo_is_put_right(
 def test_passes_and_a_restart_write_nothing(
     here: Namespace, operator: Operator, places: tuple[Namespace, Namespace]
 ) -> None:
+    since = now()
     here.apply(kvcache("quiet", redis={"embedded": {}}, router={"replicas": 0}))
     here.apply(kvcache("silent"))
     accepted(here, "quiet")
     accepted(here, "silent")
+    # An audit log that nobody writes, or that is read wrongly, would show nothing below either.
+    made = {line.partition(" /")[0] for line in audited(since, here.name)}
+    assert {
+        "patch deployments/quiet-decode", "patch statefulsets/quiet-redis", "patch secrets/silent-authority",
+        "patch kvcaches/quiet", "patch kvcaches/silent",
+    } <= made  # fmt: skip
+    assert any(write.startswith("create events") for write in made), made
     until(
         "Redis runs, so that nothing changes by itself any more",
         lambda: here.get("statefulset", "quiet-redis").get("status", {}).get("readyReplicas"),
@@ -454,13 +462,13 @@ def test_quota_refusal_is_told(here: Namespace) -> None:
             timeout_s=30,
         )
         here.apply(kvcache("poor"))
-        until(
-            "the refusal is told",
-            lambda: any(
-                "quota" in condition["message"] for condition in here.conditions("poor").values()
-            ),
-            timeout_s=60,
-        )
+        here.until_condition(
+            "poor", "Accepted", "False", "QuotaExceeded", timeout_s=60,
+            containing=["configmap/poor-connection", "tight", f"raise the quota of namespace {here.name}"],
+        )  # fmt: skip
+        told = until("it is told", lambda: here.events("poor", "QuotaExceeded"), timeout_s=30)
+        assert {event["type"] for event in told} == {"Warning"}
+        assert here.find("service", "poor-cache"), "the other objects are made"
     finally:
         here.kubectl("delete", "resourcequota", "tight")
     here.until_condition("poor", "Accepted", "True", timeout_s=90)
