@@ -302,7 +302,7 @@ def test_an_affinity_that_makes_no_sense_is_left_to_the_api_server(terms: object
     required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
     spec = {"affinity": {"nodeAffinity": required}}
     matches_node(spec, {"n": "1"}, "node")
-    parsed = manifest("  cache: {cpu: 1Gi}\n")
+    parsed = manifest("  cache: {cpu: 1Gi}\n", prefill=None)
     assert parsed.decode is not None
     role = dataclasses.replace(
         parsed.decode, template={"spec": {"nodeSelector": {"a": "b"}, **spec}}

@@ -20,6 +20,7 @@ import logging
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -125,10 +126,13 @@ class Prober:
         now: Callable[[], datetime],
         changed: Callable[[tuple[str, str]], None],
     ) -> None:
+        from cacheoperator.bugs import Bugs
+
         self._cluster = cluster
         self._settings = settings
         self._now = now
         self._changed = changed
+        self._bugs = Bugs(log, time.monotonic)
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._results: dict[tuple[str, str], dict[tuple[str, str], ProbeResult]] = {}
         self._next: dict[tuple[str, str], dict[tuple[str, str], tuple[int, datetime]]] = {}
@@ -204,8 +208,8 @@ class Prober:
                 )
         except ClusterError as error:
             problem = f"the probe's pod could not run: {error.message}"
-        except Exception as error:
-            log.exception("a probe failed: a bug, please report it. namespace=%s name=%s", *key)
+        except Exception as error:  # noqa: BLE001 - the outermost frame of a task
+            self._bugs.tell(error, f"the probe of kvcache {'/'.join(key)} failed")
             problem = f"the probe failed ({type(error).__name__})"
         finally:
             self._running.pop(key, None)

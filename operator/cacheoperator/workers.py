@@ -1,7 +1,8 @@
 """Workers that take KVCaches from the queue, and the pass over all of them every `resync_s` seconds.
 
 `health` is what /healthz asks: a pass that is overdue or a reconcile that hangs means that the process is to be
-restarted. A failing reconcile never ends a worker; what it raised is logged and the key comes again with backoff.
+restarted. A failing reconcile never ends a worker; what it raised is told (see `bugs`) and the key comes again with
+backoff.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import time
 
 from cacheoperator import metrics
+from cacheoperator.bugs import Bugs
 from cacheoperator.errors import ClusterError
 from cacheoperator.queue import Queue
 from cacheoperator.reconcile import Look, Reconciler
@@ -43,6 +45,7 @@ class Workers:
         self._pass_begin: float | None = None
         self._pass_end = time.monotonic()
         self._busy: dict[Key, float] = {}
+        self._bugs = Bugs(log, time.monotonic)
         self.num_passes = 0
 
     async def run(self) -> None:
@@ -92,8 +95,8 @@ class Workers:
         except TimeoutError:
             log.error("a reconcile took too long namespace=%s name=%s", *key)
             return Look(has_failed=True), "failed"
-        except Exception:
-            log.exception("a reconcile failed: a bug, please report it. namespace=%s name=%s", *key)
+        except Exception as error:  # noqa: BLE001 - told, and a worker lives on
+            self._bugs.tell(error, f"the reconcile of kvcache {'/'.join(key)} failed")
             return Look(has_failed=True), "failed"
         return look, "failed" if look.has_failed else "done"
 
@@ -111,8 +114,8 @@ class Workers:
                 await self._watched.forget_deleted()
             except ClusterError as error:
                 log.warning("cannot compare with the API server: %s", error.message)
-            except Exception:
-                log.exception("comparing with the API server failed: a bug, please report it")
+            except Exception as error:  # noqa: BLE001 - told, and a worker lives on
+                self._bugs.tell(error, "comparing with the API server failed")
 
     def _note_pass(self, key: Key | None) -> None:
         if key is not None:
