@@ -31,13 +31,15 @@ IS_STRICT = bool(os.environ.get("CI") or os.environ.get("LARDER_E2E_STRICT"))
 IS_BUNDLED = bool(os.environ.get("LARDER_E2E_BUNDLED"))
 IS_SHARED = bool(os.environ.get("LARDER_E2E_SHARED"))
 """Others use the cluster too: leave the CustomResourceDefinition to them and watch our namespaces alone."""
+INSTALLED = os.environ.get("LARDER_E2E_INSTALLED", "")
+"""Namespace of an operator of the whole cluster that is there and is taken as it is, "" to install one."""
 IS_KEPT = bool(os.environ.get("LARDER_E2E_KEEP"))
 PREFIX = os.environ.get("LARDER_E2E_PREFIX", "e2e")
 START_S = 480
 """An engine on a CPU starts in 30-58 s; three at once on two busy cores take longer."""
 LAST = ("test_journey", "test_kubectl_larder", "test_faults_engines")
 """Files that share the pair of real engines, in the order of what they do to it."""
-NAMESPACES = ("journey", "faults", "quota", "restricted", "admission")
+NAMESPACES = ("journey", "faults", "sessions", "quota", "restricted", "admission")
 USED: list[Namespace] = []
 
 
@@ -79,6 +81,7 @@ def pytest_make_collect_report(
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that look inside nodes need the bundled cluster; those of real engines come last, rough ones at the end.
 
+    Late ones come after all others without real engines: their resources live as long as the run.
     What is marked slow is tried with LARDER_E2E_SLOW only.
     """
     if not os.environ.get("LARDER_E2E_SLOW"):
@@ -86,7 +89,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items=[one for one in items if one.get_closest_marker("slow")]
         )
         items[:] = [one for one in items if not one.get_closest_marker("slow")]
-    items.sort(key=lambda item: LAST.index(item.path.stem) if item.path.stem in LAST else -1)
+    items.sort(
+        key=lambda item: (
+            LAST.index(item.path.stem) if item.path.stem in LAST else -1,
+            item.get_closest_marker("late") is not None,
+        )
+    )
     for item in items:
         if item.get_closest_marker("bundled") and not IS_BUNDLED:
             item.add_marker(
@@ -127,6 +135,9 @@ def namespaces(cluster: None) -> Iterator[dict[str, Namespace]]:
 @pytest.fixture(scope="session")
 def installation(namespaces: dict[str, Namespace]) -> Iterator[Namespace]:
     """The operator, installed by the chart; the namespace that it is in."""
+    if INSTALLED:
+        yield Namespace(INSTALLED)
+        return
     system = Namespace(f"{PREFIX}-system")
     values = {
         "images": {

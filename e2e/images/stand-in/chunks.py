@@ -1,4 +1,4 @@
-"""What the stand-in in mode `cached` does with the cache: it stores and reads chunks of nothing, as an engine would.
+"""What the stand-in does with the cache, in the modes that have one: it stores and reads chunks of nothing.
 
 Real sessions with the agent of its node, by the client that the payload brings; so the agent counts what moves, and the
 operator sees it. No model and no connector: a chunk's key is a digest of tokens and salt, its content zeros.
@@ -16,12 +16,14 @@ from cacheservice.client import (
     AgentTarget,
     CacheClient,
     ClientIdentity,
+    DataPlane,
     Half,
     MemorySink,
     MemorySource,
     Role,
     ShardRead,
     ShardWrite,
+    session,
 )
 from cacheservice.core.layout import GroupShape, build_namespace
 from cacheservice.core.outcomes import Presence, Reason
@@ -33,18 +35,25 @@ SHARD_BYTES = 4096
 class Chunks:
     """One engine's side of the cache, in the role that the operator's --kv-transfer-config gives."""
 
-    def __init__(self, transfer_config: str) -> None:
-        """All stand-ins have the same namespace."""
+    def __init__(
+        self, transfer_config: str, *, data_plane: DataPlane, protocol: int | None
+    ) -> None:
+        """Stand-ins with chunks of one size have one namespace. `protocol` is for a connector of another time, None for ours."""
+        if protocol is not None:
+            # As every connector it speaks the one before, too.
+            session.PROTOCOL_VERSION, session.OLDEST_PROTOCOL_VERSION = protocol, protocol - 1
         told = json.loads(transfer_config)["kv_connector_extra_config"]
         self.role = Role[told["role"].upper()]
+        self._tokens_per_chunk = told.get("tokens_per_chunk", TOKENS_PER_CHUNK)
         self._space = build_namespace(
             {"model": "stand-in"},
-            tokens_per_chunk=TOKENS_PER_CHUNK,
+            tokens_per_chunk=self._tokens_per_chunk,
             groups=[GroupShape("full", num_shards=1, shard_bytes=SHARD_BYTES)],
         )
         self._client = CacheClient(
             AgentTarget(socket_dir=Path(told["socket_dir"])),
             ClientIdentity(self.role, Half.WORKER, engine_name=told["engine_name"]),
+            data_plane=data_plane,
         )
         self._client.open_namespace(self._space)
         self._client.start()
@@ -53,13 +62,18 @@ class Chunks:
         """Whether the agent has taken the session."""
         return self._client.state().connected
 
-    def serve(self, tokens: list[int], salt: str) -> int:
-        """Store all whole chunks of a prompt, or, to decode, read those that are there; how many that were."""
+    def serve(self, tokens: list[int], salt: str, *, is_reading: bool) -> int:
+        """Store all whole chunks of a prompt, or, to decode, read those that are there; how many that were.
+
+        Without `is_reading` decode only looks them up.
+        """
         keys = [
             hashlib.sha256(repr((salt, tokens[:end])).encode()).digest()
-            for end in range(TOKENS_PER_CHUNK, len(tokens) + 1, TOKENS_PER_CHUNK)
+            for end in range(self._tokens_per_chunk, len(tokens) + 1, self._tokens_per_chunk)
         ]
-        return self._read(keys) if self.role is Role.DECODE else self._store(keys)
+        if self.role is not Role.DECODE:
+            return self._store(keys)
+        return self._read(keys, is_reading=is_reading)
 
     def _store(self, keys: list[bytes]) -> int:
         source = MemorySource(bytes(SHARD_BYTES))
@@ -72,7 +86,7 @@ class Chunks:
         )
         return sum(one.reason is Reason.HIT for one in stored)
 
-    def _read(self, keys: list[bytes]) -> int:
+    def _read(self, keys: list[bytes], *, is_reading: bool) -> int:
         found = self._client.lookup(self._space.digest, keys)
         there = [
             key
@@ -86,6 +100,7 @@ class Chunks:
                     key, 0, 0, SHARD_BYTES, 0, SHARD_BYTES, MemorySink(bytearray(SHARD_BYTES))
                 )
                 for key in there
+                if is_reading
             ],
             lookup_lease=found.lease_id,
         )

@@ -3,7 +3,10 @@
 never    (the default) answers /health with 503 for ever: an engine that loads its model for ever
 ready    answers /health with 200 and everything else with OpenAI's shape of an error
 cached   as ready, once the agent has taken its session, and answers completions that move chunks (chunks.py); who asks
-         must show the key of STAND_IN_KEY, else of VLLM_API_KEY, when there is one
+         must show the key of STAND_IN_KEY, else of VLLM_API_KEY, when there is one; `"read": false` in a request has
+         what is found left unread
+streams  as cached, and does without shared memory
+stranger as cached, but ready at once, and it speaks a protocol that no agent does
 crash    ends at once with status 1
 memory   takes memory until the kernel ends it
 """
@@ -37,7 +40,9 @@ class Server(BaseHTTPRequestHandler):
             self._answer(401, {"error": "Unauthorized"})
             return
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        moved = chunks.serve(request["prompt"], request.get("cache_salt", ""))
+        moved = chunks.serve(
+            request["prompt"], request.get("cache_salt", ""), is_reading=request.get("read", True)
+        )
         print(f"completion of {len(request['prompt'])} tokens, {moved} chunks moved")
         self._answer(200, {"object": "text_completion", "choices": [{"index": 0, "text": ""}]})
 
@@ -56,7 +61,7 @@ class Server(BaseHTTPRequestHandler):
 
 def is_healthy() -> bool:
     """Whether /health says so."""
-    return MODE == "ready" or (chunks is not None and chunks.is_connected())
+    return MODE in ("ready", "stranger") or (chunks is not None and chunks.is_connected())
 
 
 MODE = os.environ.get("STAND_IN", "never")
@@ -77,8 +82,12 @@ if __name__ == "__main__":
         taken = []
         while True:
             taken.append(b"x" * (8 << 20))
-    if MODE == "cached":
+    if MODE in ("cached", "streams", "stranger"):
         from vllm.entrypoints.openai.chunks import Chunks
 
-        chunks = Chunks(site.kv_transfer_config)
+        chunks = Chunks(
+            site.kv_transfer_config,
+            data_plane="stream" if MODE == "streams" else "auto",
+            protocol=99 if MODE == "stranger" else None,
+        )
     ThreadingHTTPServer((site.host, site.port), Server).serve_forever()
