@@ -342,6 +342,18 @@ def test_every_kind_that_may_be_made_is_made_for_some_example() -> None:
     assert others == {"pods", "events", "leases"}
 
 
+def test_page_lists_every_verb_of_the_operator() -> None:
+    there: dict[str, set[str]] = {}
+    for need in NEEDED:
+        there.setdefault(need.resource, set()).update(need.verbs)
+    said = {
+        resource: set(row["verbs"].split(", "))
+        for row in _rows("## What the operator may do")
+        for resource in re.findall(r"`([^`]+)`", row["resources"])
+    }
+    assert said == there
+
+
 def test_routers_role_gives_no_more_than_the_operator_has(whole: tuple[Object, ...]) -> None:
     """Else the API server refuses the Role: nobody may give what he has not."""
     may = {(n.group, n.resource, verb) for n in NEEDED for verb in n.verbs}
