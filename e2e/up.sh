@@ -1,7 +1,7 @@
 #!/bin/bash
 # Brings up the bundled cluster as the tests in this folder want it: two nodes, vLLM and tiny models visible in every
 # container, two pretended GPUs on node1, eight pretended CPUs on each, an audit log of writes. A running one is taken
-# down first. Builds what is missing (about 10 minutes on the first run). Images: images.sh. End: cluster/down.sh.
+# down first. Builds what is missing (about 10 minutes on the first run). Images: images.py. End: cluster/down.sh.
 set -euo pipefail
 repository=$(cd "$(dirname "$0")/.." && pwd)
 cd "$repository"
