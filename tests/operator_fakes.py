@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from apply_model import Server
+from apply_model import Server, values_of
 from cacheoperator.cluster import Applied
 from cacheoperator.errors import ClusterError, Conflict
 from cacheoperator.kinds import LEASE, POD, SECRET, Kind, child_kinds
@@ -78,12 +78,16 @@ class FakeCluster:
         wanted["metadata"] = {
             k: v for k, v in wanted["metadata"].items() if k not in ("uid", "namespace")
         }
+        is_created = id_ not in self.servers
+        if not is_forced and not is_created and conflicts(self.servers[id_], manager, wanted):
+            raise Conflict("another manager owns a field", code=409, reason="Conflict")
         self._touch(id_)
         server = self.servers.setdefault(id_, Server())
         server.apply(manager, self.webhook(wanted))
         body = self.body(id_)
         assert body is not None
-        return Applied({"apiVersion": obj["apiVersion"], "kind": obj["kind"], **body}, ())
+        found = {"apiVersion": obj["apiVersion"], "kind": obj["kind"], **body}
+        return Applied(found, (), is_created)
 
     async def create(self, obj: Mapping[str, Any], *, is_dry_run: bool = False) -> Applied:
         self._check("dry-run" if is_dry_run else "create", obj, "")
@@ -92,7 +96,7 @@ class FakeCluster:
             if id_ in self.servers:
                 raise Conflict("exists", code=409, reason="AlreadyExists")
             self.put(dict(obj))
-        return Applied(dict(obj), ())
+        return Applied(dict(obj), (), is_created=True)
 
     async def replace(self, obj: Mapping[str, Any]) -> Json:
         self._check("replace", obj, "")
@@ -146,6 +150,24 @@ class FakeCluster:
         problem = self.refuse(verb, obj)
         if problem is not None:
             raise problem
+
+
+def conflicts(server: Server, manager: str, wanted: Mapping[str, Any]) -> bool:
+    """Whether an apply of `wanted` would change what another manager owns."""
+    assert server.stored is not None
+    metadata = {k: v for k, v in wanted["metadata"].items() if k != "name"}
+    body = {k: v for k, v in wanted.items() if k not in ("apiVersion", "kind", "metadata")}
+    theirs = {
+        path
+        for who, paths in server.managers.items()
+        if who != (manager, "Apply")
+        for path in paths
+    }
+    there = values_of(server.stored)
+    return any(
+        path in theirs and there.get(path) != value
+        for path, value in values_of({**body, "metadata": metadata}).items()
+    )
 
 
 class FakeWatched:

@@ -299,6 +299,40 @@ def test_a_foreign_object_is_never_written(world: World) -> None:
     assert error.since == since, "since when it is so stays"
 
 
+@pytest.mark.parametrize(
+    "theirs", [{"a": "9"}, {"a": "b"}, {"other": "c"}], ids=["disagrees", "agrees", "is beside"]
+)
+def test_an_object_that_appears_before_our_first_apply_is_not_taken_over(
+    world: World, theirs: Json
+) -> None:
+    id_ = ("ConfigMap", "ns", "demo")
+    before: list[Json] = []
+
+    def be_faster(verb: str, obj: Mapping[str, Any]) -> None:
+        if not before:
+            metadata = {"name": "demo", "namespace": "ns", "labels": {"theirs": "yes"}}
+            world.cluster.put(
+                {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": theirs}
+            )
+            before.append(world.live("ConfigMap", "demo"))
+
+    world.cluster.refuse = be_faster
+    wanted = owned("ConfigMap", "demo", data={"a": "b"})
+    outcome = world.apply(wanted)
+    assert outcome.must_wait
+    after = world.live("ConfigMap", "demo")
+    for body in (before[0], after):
+        del body["metadata"]["resourceVersion"]
+        body["metadata"].pop("managedFields")
+    assert after == before[0]
+    [error] = world.apply(wanted).errors
+    assert error.reason == "NameConflict"
+    assert world.cluster.writes == []
+    world.cluster.lose(id_)
+    world.apply(wanted)
+    assert world.live("ConfigMap", "demo")["metadata"]["ownerReferences"]
+
+
 def test_an_object_of_an_earlier_resource_of_this_name_is_waited_for(world: World) -> None:
     world.cluster.put(owned("Service", "demo", uid="uid-of-before"))
     outcome = world.apply(owned("Service", "demo"))

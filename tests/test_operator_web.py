@@ -9,8 +9,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 from cacheoperator import statusz
+from cacheoperator.cluster import Applied, Cluster
 from cacheoperator.observed import Pod
 from cacheoperator.web import Web
+from kubernetes.aio import client
 
 
 async def answers(served: Web) -> dict[str, tuple[int, str]]:
@@ -32,6 +34,33 @@ def test_a_problem_is_503_with_its_sentence() -> None:
     assert found["/readyz"] == (503, "waiting for the lease\n")
     assert found["/"][0] == 404
     assert "larder_operator_queue_length" in found["/metrics"][1]
+
+
+@pytest.mark.parametrize("code", [200, 201])
+def test_an_apply_says_whether_it_created(code: int) -> None:
+    seen: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request.query_string)
+        return web.json_response({"metadata": {}}, status=code)
+
+    async def test() -> Applied:
+        application = web.Application()
+        application.router.add_patch("/api/v1/namespaces/ns/configmaps/a", answer)
+        runner = web.AppRunner(application, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            async with Cluster(client.Configuration(host=host)) as cluster:
+                metadata = {"name": "a", "namespace": "ns"}
+                obj = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
+                return await cluster.apply(obj, is_forced=False)
+        finally:
+            await runner.cleanup()
+
+    assert asyncio.run(test()).is_created == (code == 201)
+    assert seen == ["fieldManager=larder-operator&force=false"]
 
 
 def pod(ip: str) -> Pod:

@@ -203,8 +203,10 @@ class Children:
                 was_deleted = memory.wanted.get((kind, name)) == wish
                 if was_deleted and self._must_wait((kind, name), memory):
                     return
-                await self._create(key, kind, wanted)
                 outcome.num_writes += 1
+                if not await self._create(key, kind, wanted):
+                    outcome.must_wait = True
+                    return
                 memory.wanted[kind, name] = wish
                 if was_deleted:
                     self._remember_repair((kind, name), component, Repair(title, ()), memory)
@@ -229,12 +231,33 @@ class Children:
             metrics.applies.labels(kind.kind, "refused").inc()
             outcome.errors.append(self._error(title, component, verb, error, memory.errors))
 
-    async def _create(self, key: Key, kind: Kind, wanted: Json) -> None:
+    async def _create(self, key: Key, kind: Kind, wanted: Json) -> bool:
+        """Make what was not there a moment ago; False when someone else was faster.
+
+        An apply creates or changes, and can't be told to create alone; a POST could, but then the fields are those of
+        an update, which no later apply removes. So:
+
+            1 we look: nothing there      2 someone makes an object of this name      3 our apply meets it
+
+        Not forced, it is a Conflict when the two disagree, and nothing is written. Where they agree, or have no field
+        in common, the answer says that it created nothing: an apply of nothing then gives back what it added, since it
+        did not change what others own (seen on 1.35). Either way the next look sees a foreign object. What is left is
+        an operator that ends between these two applies.
+        """
         log.info(
             "create namespace=%s kind=%s name=%s", key[0], kind.kind, wanted["metadata"]["name"]
         )
-        self._note(key, kind, (await self._cluster.apply(wanted)).object)
+        applied = await self._cluster.apply(wanted, is_forced=False)
+        if not applied.is_created:
+            found = applied.object["metadata"]
+            bare = {part: found[part] for part in ("name", "namespace", "uid")}
+            await self._cluster.apply(
+                {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": bare}
+            )
+            return False
+        self._note(key, kind, applied.object)
         metrics.applies.labels(kind.kind, "created").inc()
+        return True
 
     def _is_ours(
         self,

@@ -39,6 +39,8 @@ class Applied:
 
     object: Json
     warnings: tuple[str, ...]
+    is_created: bool = False
+    """Whether it was not there before."""
 
 
 class Cluster:
@@ -124,14 +126,15 @@ class Cluster:
         manager: str = FIELD_MANAGER,
         is_forced: bool = True,
     ) -> Applied:
-        """Server-side apply of the whole `obj`. Fields that it leaves out and `manager` owned are removed."""
+        """Server-side apply of the whole `obj`. Fields that it leaves out and `manager` owned are removed. Not forced
+        it is a Conflict when another manager owns a field that would change."""
         metadata = obj["metadata"]
         query = {"fieldManager": manager, "force": "true" if is_forced else "false"}
         if is_dry_run:
             query["dryRun"] = "All"
         path = kind_of(obj).path(metadata.get("namespace"), metadata["name"])
-        body, warnings = await self._request("PATCH", path, query, obj, type_apply)
-        return Applied(body, warnings)
+        code, body, warnings = await self._answer("PATCH", path, query, obj, type_apply)
+        return Applied(body, warnings, is_created=code == 201)
 
     async def create(self, obj: Mapping[str, Any], *, is_dry_run: bool = False) -> Applied:
         """POST; Conflict (AlreadyExists) when the name is taken."""
@@ -140,7 +143,7 @@ class Cluster:
             query["dryRun"] = "All"
         path = kind_of(obj).path(obj["metadata"].get("namespace"))
         body, warnings = await self._request("POST", path, query, obj)
-        return Applied(body, warnings)
+        return Applied(body, warnings, is_created=True)
 
     async def replace(self, obj: Mapping[str, Any]) -> Json:
         """PUT; Conflict when metadata.resourceVersion is not the newest."""
@@ -191,6 +194,13 @@ class Cluster:
             pass
 
     async def _request(
+        self, method: str, path: str, *arguments: Any, **options: Any
+    ) -> tuple[Json, tuple[str, ...]]:
+        """`_answer` for whom its code says nothing."""
+        _, body, warnings = await self._answer(method, path, *arguments, **options)
+        return body, warnings
+
+    async def _answer(
         self,
         method: str,
         path: str,
@@ -198,7 +208,7 @@ class Cluster:
         body: object | None = None,
         content_type: str = "application/json",
         headers: Mapping[str, str] | None = None,
-    ) -> tuple[Json, tuple[str, ...]]:
+    ) -> tuple[int, Json, tuple[str, ...]]:
         try:
             _, url, sent, _, _ = await self._api.param_serialize(
                 method,
@@ -231,7 +241,7 @@ class Cluster:
         if response.status >= 300:
             raise error_of_status(response.status, value)
         warnings = tuple(_warning_text(header) for header in response.headers.getall("Warning", ()))
-        return value, warnings
+        return response.status, value, warnings
 
 
 def _warning_text(header: str) -> str:
