@@ -185,7 +185,7 @@ def test_shared_memory_that_was_asked_for_and_is_not_used(sessions):
         containing=[
             "spec.cache.transport is SharedMemory, but bytes move by Stream",
             f"{name} could not use it: see the log of container vllm",
-            "write Auto",
+            ", or write Auto",
         ],
     )
     assert problem(sessions, FLOW, "SharedMemoryUnavailable")["object"] == f"kvcache/{FLOW}"

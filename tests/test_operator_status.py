@@ -457,7 +457,7 @@ CASES = [
         )),
         "TransferVerified", "False", "SharedMemoryUnavailable",
         "spec.cache.transport is SharedMemory, but bytes move by Stream: shared memory is set up, but demo-prefill-a could not use "
-        "it: see the log of container vllm; allow hostPath volumes in namespace serving, or write Auto",
+        "it: see the log of container vllm, or write Auto",
         True, ("TransferLost", "SharedMemoryUnavailable"),
         spec=ENGINES_SPEC.replace("cache: {", "cache: {transport: SharedMemory, "),
     ),

@@ -220,9 +220,10 @@ def shared_memory_unavailable(scene: Scene) -> Finding | None:
     if scene.manifest.cache.transport is not Transport.SHARED_MEMORY or used != STREAM:
         return None
     what = f"kvcache/{scene.manifest.name}"
+    # Where the folder is forbidden the pods are rejected, and CacheReady says so; here an engine lacks something.
     message = (
-        f"spec.cache.transport is SharedMemory, but bytes move by Stream: {wording.sentence_end(why)}; allow hostPath "
-        f"volumes in namespace {scene.manifest.namespace}, or write Auto"
+        "spec.cache.transport is SharedMemory, but bytes move by Stream: "
+        f"{wording.sentence_end(why)}, or write Auto"
     )
     reason = Reason.SHARED_MEMORY_UNAVAILABLE
     return Finding("False", reason, message, True, (Problem(what, reason, message),))
