@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from cacheoperator.authority import ROLES
 from cacheoperator.refs import KeyPair, Refs, SharedMemoryVerdict, TlsMaterial
 from cacheoperator.render import Rendered, render
 from cacheoperator.settings import Images, Settings
@@ -38,7 +39,7 @@ REFS = Refs(
     tls=TlsMaterial(
         authority_data={"authority.crt": "an authority\n", "authority.key": "its key\n"},
         trusted="an authority\n",
-        leaves=dict.fromkeys(("agent", "engine", "operator"), LEAF),
+        leaves=dict.fromkeys(ROLES, LEAF),
     ),
 )
 STREAM_REFS = dataclasses.replace(

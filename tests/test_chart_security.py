@@ -58,7 +58,7 @@ def _refs(*, shared_memory: bool = True) -> Refs:
         redis_password="p",
         router_key="k",
         tls=TlsMaterial(
-            {"key": "a"}, "bundle", dict.fromkeys(("agent", "engine", "operator"), pair)
+            {"key": "a"}, "bundle", dict.fromkeys(("agent", "engine"), pair)
         ),
     )
 

@@ -103,6 +103,16 @@ def _refusals(server: TlsMaterial, client: TlsMaterial, now: datetime) -> Iterat
         yield f"{now}: {error}"
 
 
+def test_a_leaf_for_a_role_that_nobody_has_any_more_is_dropped_and_nothing_else_changes() -> None:
+    made = planned(None, START)
+    data = stored(made)
+    earlier = {**data, "operator.crt": data["engine.crt"], "operator.key": data["engine.key"]}
+    again = planned(earlier, START)
+    assert again.steps == ()
+    assert stored(again) == data
+    assert again.material == made.material
+
+
 @settings(max_examples=12, deadline=None, phases=[Phase.generate])  # a seed can't get simpler
 @given(
     seed=st.integers(0, 2**32),

@@ -373,7 +373,7 @@ def test_a_secret_that_is_refused_does_not_change_what_pods_are_made_with(world:
     world.api.resource["spec"] |= {"redis": {}, "router": {}, "tls": {}}
     world.api.refuse = lambda verb, obj: (
         Forbidden("exceeded quota", code=403)
-        if obj["metadata"]["name"] in ("demo-redis-password", "demo-operator-tls")
+        if obj["metadata"]["name"] in ("demo-redis-password", "demo-engine-tls")
         else None
     )
     assert world.round().has_failed
@@ -381,14 +381,14 @@ def test_a_secret_that_is_refused_does_not_change_what_pods_are_made_with(world:
     world.watched.look()
     assert world.round().has_failed
     assert sorted(world.api.writes) == [
-        "apply Secret/demo-operator-tls larder-operator",
+        "apply Secret/demo-engine-tls larder-operator",
         "apply Secret/demo-redis-password larder-operator",
     ]
     world.api.refuse = lambda verb, obj: None
     assert not world.round().has_failed
     assert sorted(world.api.writes) == [
         "apply Secret/demo-authority larder-operator",
-        "apply Secret/demo-operator-tls larder-operator",
+        "apply Secret/demo-engine-tls larder-operator",
         "apply Secret/demo-redis-password larder-operator",
     ]
     world.round()

@@ -149,6 +149,17 @@ def test_no_secret_value_is_outside_of_secrets(world: str) -> None:
             assert not [value for value in secrets if f'"{value}' in text or f" {value}" in text]
 
 
+def test_no_secret_is_made_that_no_pod_reads() -> None:
+    made: set[str] = set()
+    pods_text = ""
+    for refs in (REFS, STREAM_REFS):
+        result = rendered(manifest(), refs)
+        made |= {o["metadata"]["name"] for o in result.objects if o["kind"] == "Secret"}
+        pods_text += json.dumps(list(pod_templates(result)))
+    assert {name for name in made if f'"{name}"' not in pods_text} == {names.authority_name("demo")}
+    assert len(made) == 5
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_another_operator_changes_no_pod(world: str) -> None:
     newer = dataclasses.replace(

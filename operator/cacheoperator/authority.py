@@ -1,7 +1,8 @@
 """The authority of a KVCache and its certificates: what is to be in their Secrets now, and when to ask again.
 
-An authority signs three leaves: agent (server and client), engine and operator (clients). Each has the URI SAN
-larder://NAMESPACE/NAME/ROLE, by which servers tell who calls; the agent's has the DNS SAN that clients check too.
+An authority signs two leaves: agent (server and client) and engine (client). Each has the URI SAN
+larder://NAMESPACE/NAME/ROLE, by which servers tell who calls; the agent's has the DNS SAN that clients check too. The
+role operator, which agents know for their admin service over TCP, gets none: see docs/decisions/0010.
 
 A leaf is renewed after two thirds of its life, at once, since the authority stays. An authority, which lives ten times
 as long, is changed after two thirds of its own, in three steps, because a pod may see a changed Secret as late as
@@ -33,7 +34,7 @@ from cacheoperator import names
 from cacheoperator.refs import KeyPair, TlsMaterial
 from cacheoperator.settings import Settings
 
-ROLES = ("agent", "engine", "operator")
+ROLES = ("agent", "engine")
 AUTHORITY_LIFETIMES = 10
 """How many lives of a leaf an authority lasts."""
 SHORTEST_LIFETIME_REFRESHES = 6

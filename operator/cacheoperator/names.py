@@ -78,7 +78,7 @@ def authority_name(name: str) -> str:
 
 
 def leaf_name(name: str, role: str) -> str:
-    """Secret of our making with tls.crt, tls.key, ca.crt for `role` agent, engine or operator."""
+    """Secret of our making with tls.crt, tls.key, ca.crt for `role` agent or engine."""
     return f"{name}-{role}-tls"
 
 

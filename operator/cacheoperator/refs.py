@@ -46,7 +46,7 @@ class TlsMaterial:
     """Certificates of this KVCache as they are to be in Secrets. `authority.plan` decides them; see there.
 
     `authority_data` is the whole data of the authority's Secret (strings, not base64); `trusted` is the PEM bundle of
-    all authorities that are trusted now; `leaves` by role: agent, engine, operator.
+    all authorities that are trusted now; `leaves` by role: agent, engine.
     """
 
     authority_data: Mapping[str, str] = field(repr=False)

@@ -120,7 +120,7 @@ def _config_map(name: str, key: str, manifest: KVCacheManifest) -> Missing:
 
 
 def _own_secrets(name: str) -> frozenset[str]:
-    leaves = (names.leaf_name(name, role) for role in ("agent", "engine", "operator"))
+    leaves = (names.leaf_name(name, role) for role in ("agent", "engine"))
     return frozenset(
         {names.redis_password_name(name), names.authority_name(name), names.router_key_name(name), *leaves}
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Secrets with the certificates of a KVCache: NAME-authority, and NAME-agent-tls, NAME-engine-tls, NAME-operator-tls.
+"""Secrets with the certificates of a KVCache: NAME-authority, NAME-agent-tls and NAME-engine-tls.
 
 What is in them was decided by `authority.plan`; here it gets its shape. Nothing with spec.tls.mode Secret or Off. The
 authority's Secret is mounted nowhere. Pure.
@@ -17,7 +17,7 @@ from cacheservice.manifest import KVCacheManifest, TlsMode
 
 
 def build(manifest: KVCacheManifest, refs: Refs, settings: Settings) -> list[Object]:  # noqa: ARG001 - all builders
-    """The four Secrets, or nothing."""
+    """The three Secrets, or nothing."""
     if manifest.tls.mode is not TlsMode.AUTO:
         return []
     assert refs.tls is not None, "the edge plans certificates before it renders"
