@@ -73,6 +73,11 @@ IMAGES = (
         "e2e/images/stand-in/Containerfile",
         inputs=("e2e/images/stand-in/server.py", "e2e/images/stand-in/chunks.py"),
     ),
+    Image(
+        "stand-in-next",
+        "e2e/images/stand-in-next/Containerfile",
+        inputs=("e2e/images/stand-in/server.py", "e2e/images/stand-in/chunks.py"),
+    ),
     Image("redis", "e2e/images/redis/Containerfile", trees=("redis",)),
 )
 PAYLOAD_PYTHONS = ("3.11", "3.12", "3.13")

@@ -33,20 +33,26 @@ IMAGES = {
     "router_smg": "larder-router",
     "router_vllm": "larder-router",
 }
+"""Images of images.py by field of the operator's settings."""
 READ_VERBS = {"get", "list", "watch"}
+
+
+def images(**other: str) -> dict[str, str]:
+    """References for the operator's settings; `other` names another image for a field."""
+    registry = os.environ.get("LARDER_E2E_REGISTRY", "localhost")
+    return {field: f"{registry}/{name}:dev" for field, name in {**IMAGES, **other}.items()}
 
 
 class Operator:
     """One process. `folder` takes its configuration and its log."""
 
     def __init__(self, folder: Path, *namespaces: str, **settings: Any) -> None:
-        registry = os.environ.get("LARDER_E2E_REGISTRY", "localhost")
         self.namespaces = namespaces
         self.port = _free_port()
         self._config = folder / f"operator-{self.port}.yaml"
         self._log = folder / f"operator-{self.port}.log"
         values = {
-            "images": {field: f"{registry}/{name}:dev" for field, name in IMAGES.items()},
+            "images": images(),
             "image_pull_policy": "IfNotPresent",
             "watch_namespaces": list(namespaces),
             "http_port": self.port,

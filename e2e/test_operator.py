@@ -1,7 +1,7 @@
 """The operator alone on a real API server: what it makes, repairs, leaves alone, and that it is quiet when all is well.
 
-Needs no engine and no GPU: most resources here have no node to run on, so nothing but objects appears. Each test has a
-KVCache of its own in one of two namespaces; one operator watches the first of them.
+Needs no engine and no GPU: most resources here have no node to run on, so nothing but objects appears; a few have a
+stand-in. Each test has a KVCache of its own in one of two namespaces; one operator watches the first of them.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from live_cluster import CommandFailed, Namespace, kubectl, until
-from operator_process import Operator, audited, now, running
+from live_cluster import CommandFailed, Namespace, kubectl, run, until
+from operator_process import Operator, audited, images, now, running
 
 PREFIX = os.environ.get("LARDER_E2E_PREFIX", "e2e")
 NOWHERE = {"larder.dev/e2e-nowhere": "true"}
+KUBECTL_LARDER = str(Path(sys.executable).parent / "kubectl-larder")
+"""What `kubectl larder` runs."""
 OURS = "app.kubernetes.io/managed-by=larder-operator,app.kubernetes.io/instance="
 KINDS = (
     "deployments,daemonsets,statefulsets,services,configmaps,secrets,serviceaccounts,roles,rolebindings,"
@@ -47,6 +50,12 @@ def kvcache(name: str, **changes: Any) -> dict[str, Any]:
         "metadata": {"name": name},
         "spec": {field: value for field, value in spec.items() if value is not None},
     }
+
+
+def stand_in(mode: str) -> dict[str, Any]:
+    """A template for an engine of e2e/images/stand-in, on a node."""
+    told = [{"name": "STAND_IN", "value": mode}]
+    return {"spec": {"containers": [{"name": "vllm", "env": told}]}}
 
 
 @pytest.fixture(scope="module")
@@ -379,14 +388,11 @@ def test_only_watched_namespaces_are_touched(
 
 def test_a_missing_secret_that_comes_later_heals(here: Namespace) -> None:
     """A real pod: the stand-in serves as soon as its container may start."""
-    ready = {
-        "spec": {"containers": [{"name": "vllm", "env": [{"name": "STAND_IN", "value": "ready"}]}]}
-    }
     resource = kvcache(
         "token",
         model={"name": "llama", "path": "/srv/models/llama", "tokenSecretRef": {"name": "hf"}},
         prefill=None,
-        decode={"replicas": 1, "template": ready},
+        decode={"replicas": 1, "template": stand_in("ready")},
     )
     here.apply(resource)
     here.until_condition(
@@ -404,6 +410,86 @@ def test_a_missing_secret_that_comes_later_heals(here: Namespace) -> None:
         )
     finally:
         here.kubectl("delete", "secret", "hf")
+
+
+def test_engines_keep_their_image_until_an_upgrade_is_asked_for(
+    here: Namespace, operator: Operator, tmp_path: Path
+) -> None:
+    """A newer operator brings another image for engines; the pod is a real one."""
+
+    def engine() -> tuple[str, str] | None:
+        """UID and image of the one engine, when it is ready and alone."""
+        pods = here.pods("newer", "decode")
+        if len(pods) != 1 or not all(
+            one["ready"] for one in pods[0]["status"].get("containerStatuses", [{"ready": False}])
+        ):
+            return None
+        return pods[0]["metadata"]["uid"], pods[0]["spec"]["containers"][0]["image"]
+
+    here.apply(
+        kvcache("newer", prefill=None, decode={"replicas": 1, "template": stand_in("ready")})
+    )
+    before = until("the engine is ready", engine, timeout_s=90)
+    old, new = (images(engine_cpu=name)["engine_cpu"] for name in ("stand-in", "stand-in-next"))
+    assert before[1] == old
+    operator.stop()
+    try:
+        with running(tmp_path, here.name, images=images(engine_cpu="stand-in-next")) as newer:
+            newer.after_passes(1)
+            assert engine() == before, "a newer operator replaces no engine"
+            ask = (KUBECTL_LARDER, "upgrade", "newer", "--namespace", here.name)
+            said = run(*ask, "--dry-run")
+            assert "newer-decode" in said
+            assert old in said
+            newer.after_passes(1)
+            assert engine() == before, "nor does a dry run"
+            run(*ask)
+            after = until(
+                "an engine of the new image alone",
+                lambda: (found := engine()) is not None and found != before and found,
+                timeout_s=90,
+            )
+            assert after[1] == new
+            newer.after_passes(1)
+            assert engine() == after, "once is enough"
+    finally:
+        operator.start()
+
+
+def test_changed_chunk_size_warns_of_what_is_lost(here: Namespace, operator: Operator) -> None:
+    """With a real agent and a stand-in that has a session: an engine says how long its chunks are."""
+
+    def in_use() -> int | None:
+        return here.get("kvcache", "chunks").get("status", {}).get("model", {}).get("chunkTokens")
+
+    (node,) = kubectl("get", "nodes", "-o", "name").split()[-1:]
+    here_alone = {"kubernetes.io/hostname": node.removeprefix("node/")}
+    resource = kvcache(
+        "chunks",
+        cache={"cpu": "64Mi", "nodeSelector": here_alone},
+        redis={"embedded": {"memory": "64Mi"}},
+        prefill=None,
+        decode={
+            "replicas": 1,
+            "template": {"spec": {**stand_in("cached")["spec"], "nodeSelector": here_alone}},
+        },
+    )
+    here.apply(resource)
+    until("an engine with chunks of 16 tokens", lambda: in_use() == 16, timeout_s=120)
+    assert here.events("chunks", "ChunkTokensChanged") == []
+    here.patch("kvcache", "chunks", {"spec": {"cache": {"chunkTokens": 32}}})
+    until("an engine with chunks of 32 tokens", lambda: in_use() == 32, timeout_s=120)
+    (event,) = until(
+        "it is told", lambda: here.events("chunks", "ChunkTokensChanged"), timeout_s=30
+    )
+    assert (event["type"], event.get("count", 1)) == ("Warning", 1)
+    assert event["message"] == (
+        "chunkTokens changed from 16 to 32: chunks stored with 16 tokens are unreachable now, and leave as room is "
+        "needed"
+    )
+    operator.after_passes(1)
+    assert in_use() == 32
+    assert len(here.events("chunks", "ChunkTokensChanged")) == 1, "once, not once a pass"
 
 
 def test_shared_memory_follows_what_the_namespace_allows(
