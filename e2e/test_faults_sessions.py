@@ -214,13 +214,19 @@ def test_agents_take_their_chunks_out_of_a_redis_of_others(sessions):
         timeout_s=30,
     )
     sessions.delete("kvcache", STRANGE)
-    until("no chunk of it in Redis", lambda: num_keys(sessions, pattern) == 0, timeout_s=60)
-    kinds = "pods,services,configmaps,secrets,deployments,daemonsets,networkpolicies"
+    kinds = (
+        "pods,services,configmaps,secrets,serviceaccounts,deployments,daemonsets,statefulsets,"
+        "networkpolicies,poddisruptionbudgets,roles,rolebindings"
+    )
     until(
-        "nothing of it is left",
-        lambda: not sessions.list(kinds, f"app.kubernetes.io/instance={STRANGE}"),
+        "no chunk of it is in Redis, and no object of it is left",
+        lambda: (
+            num_keys(sessions, pattern) == 0
+            and not sessions.list(kinds, f"app.kubernetes.io/instance={STRANGE}")
+        ),
         timeout_s=60,
     )
+    assert sessions.find("kvcache", STRANGE) is None
 
 
 def num_keys(namespace: Namespace, pattern: str) -> int:
