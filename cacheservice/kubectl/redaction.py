@@ -25,6 +25,11 @@ _NAMED = re.compile(
     r"(?P<between>['\"]?\s*[=:][\s'\"\[(]*|\s+)(?P<value>[^\s'\",;&}\])]{3,})"
 )
 """`name=value`, `"name": ["value"`, and `--name value` also over the end of a line."""
+_LISTED = re.compile(
+    r"^(?P<head>[ -]*name:\s+(?P<name>\S+)\n\s*value:)[ \t]+.*(?:\n(?![ -]*[a-z][a-z ]*:(?:\s|$)).*)*",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""`Name:  X`, `Value:  …` on their own lines: a variable in a KVCache's template, as `kubectl describe` prints it."""
 _REFERENCE = "<set"
 """`kubectl describe` of a variable: <set to the key 'k' in secret 's'>."""
 _TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
@@ -47,7 +52,11 @@ def redact_text(text: str) -> str:
     """`text` without what looks like a secret."""
     for pattern, instead in _TEXT:
         text = pattern.sub(instead, text)
-    return _NAMED.sub(_without_value, text)
+    return _NAMED.sub(_without_value, _LISTED.sub(_without_listed, text))
+
+
+def _without_listed(match: re.Match[str]) -> str:
+    return f"{match['head']} {REDACTED}" if is_secret_name(match["name"]) else match[0]
 
 
 def _without_value(match: re.Match[str]) -> str:
