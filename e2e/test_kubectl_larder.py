@@ -8,11 +8,13 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from secrets import token_hex
 
 import pytest
 import yaml
@@ -130,23 +132,33 @@ def test_the_path_of_one_request_is_told(namespace, answer_id):
     assert "No agent remembers a request with cmpl-nobodysent" in unknown.stdout
 
 
+def report_of(namespace: Namespace, name: str, path: Path) -> dict[str, str]:
+    """Files of a report, by name."""
+    done = larder("report", name, "-n", namespace.name, "-o", str(path))
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(path) as archive:
+        return {file: archive.read(file).decode() for file in archive.namelist()}
+
+
+CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+
+
 def secret_values(namespace: Namespace) -> Iterator[tuple[str, str]]:
-    """Every value of every Secret of the namespace but certificates, which are public: plain and as base64."""
+    """What every Secret of the namespace holds, less certificates, which are public: plain, line by line, as base64."""
     for secret in namespace.list("secrets"):
         for key, encoded in (secret.get("data") or {}).items():
-            value = base64.b64decode(encoded).decode(errors="replace")
-            if len(value) < 8 or "BEGIN CERTIFICATE" in value:
-                continue
             name = f"{secret['metadata']['name']}/{key}"
-            yield name, value.strip()
-            yield name, encoded
+            value = base64.b64decode(encoded).decode(errors="replace")
+            rest = CERTIFICATE.sub("", value)
+            yield from (
+                (name, line.strip()) for line in rest.splitlines() if len(line.strip()) >= 8
+            )
+            if rest == value and len(value) >= 8:
+                yield name, encoded
 
 
 def test_a_report_has_the_story_and_no_secret(namespace, tmp_path):
-    done = larder("report", NAME, "-n", namespace.name, "-o", str(tmp_path / "r.zip"))
-    assert done.returncode == 0, done.stderr
-    with zipfile.ZipFile(tmp_path / "r.zip") as archive:
-        files = {name: archive.read(name).decode() for name in archive.namelist()}
+    files = report_of(namespace, NAME, tmp_path / "r.zip")
     assert json.loads(files["kvcache.json"])["metadata"]["name"] == NAME
     for component in ("cache", "prefill", "decode"):
         for pod in namespace.pods(NAME, component):
@@ -161,12 +173,82 @@ def test_a_report_has_the_story_and_no_secret(namespace, tmp_path):
         if name.endswith(".metrics.txt")
     )
     assert json.loads(files["objects/deployments.json"])["items"]
+    assert_no_secret(files, namespace)
+    assert f"{NAME}-redis-password" in files["secrets.txt"]
+
+
+def assert_no_secret(files: dict[str, str], namespace: Namespace) -> None:
     values = list(secret_values(namespace))
-    assert values, "the operator makes Secrets"
+    assert {"authority.key", "tls.key"} <= {name.partition("/")[2] for name, _ in values}
     for file, content in files.items():
         for name, value in values:
             assert value not in content, f"{file} has the value of {name}"
-    assert f"{NAME}-redis-password" in files["secrets.txt"]
+
+
+@pytest.fixture
+def canary(namespace: Namespace) -> Iterator[dict[str, str]]:
+    """Values that nobody else has: of a Secret and of a variable, which the engine of a KVCache of this name gets."""
+    values = {"in a secret": f"canary-{token_hex(16)}", "in a variable": f"canary-{token_hex(16)}"}
+    namespace.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": "canary"},
+            "stringData": {"value": values["in a secret"]},
+        }
+    )
+    env = [
+        {"name": "STAND_IN", "value": "ready"},
+        {"name": "LICENCE", "valueFrom": {"secretKeyRef": {"name": "canary", "key": "value"}}},
+        {"name": "DOWNLOAD_TOKEN", "value": values["in a variable"]},
+    ]
+    image = f"{os.environ.get('LARDER_E2E_REGISTRY', 'localhost')}/stand-in:dev"
+    namespace.apply(
+        {
+            "apiVersion": "larder.dev/v1alpha1",
+            "kind": "KVCache",
+            "metadata": {"name": "canary"},
+            "spec": {
+                "model": {"name": "stand-in", "path": "/nowhere"},
+                "engine": {"device": "cpu", "image": image, "sharedMemory": "16Mi"},
+                "cache": {"cpu": "64Mi", "nodeSelector": {"larder.dev/nowhere": "true"}},
+                "redis": {"external": {"address": "redis.nowhere.svc:6379"}},
+                "router": {"type": "None"},
+                "decode": {
+                    "replicas": 1,
+                    "template": {"spec": {"containers": [{"name": "vllm", "env": env}]}},
+                },
+            },
+        }
+    )
+    until(
+        "the engine has its variables",
+        lambda: namespace.get("deployment", "canary-decode")["status"].get("readyReplicas") == 1,
+        timeout_s=120,
+    )
+    yield values
+    namespace.delete("kvcache", "canary")
+    namespace.delete("secret", "canary")
+
+
+def test_a_report_has_events_and_the_operators_log_and_no_canary(namespace, canary, tmp_path):
+    files = report_of(namespace, "canary", tmp_path / "r.zip")
+    told = [
+        event["reason"]
+        for event in json.loads(files["events.json"])["items"]
+        if event["involvedObject"]["name"] == "canary"
+    ]
+    assert told, "the operator tells at least that it has accepted the resource"
+    assert all(reason in files["events.txt"] for reason in told)
+    logs = [text for file, text in files.items() if re.fullmatch(r"operator/.*\.log", file)]
+    assert any(f"namespace={namespace.name} " in text and "canary-decode" in text for text in logs)
+    pods = json.loads(files["objects/pods.json"])["items"]
+    names = {one["name"] for pod in pods for one in pod["spec"]["containers"][0]["env"]}
+    assert {"LICENCE", "DOWNLOAD_TOKEN"} <= names, "the variables are there, their values are not"
+    for file, content in files.items():
+        for where, value in canary.items():
+            assert value not in content, f"{file} has the canary {where}"
+    assert_no_secret(files, namespace)
 
 
 def test_an_upgrade_is_a_stamp_and_rolls_nothing_that_is_up_to_date(namespace):
