@@ -1,6 +1,7 @@
 """What goes wrong without an engine: each fault really happens, and status says what, which object and what to do.
 
-Engines are stand-ins here (images/stand-in), so each fault costs seconds. Faults of real engines are in test_faults.py.
+Engines are stand-ins here (images/stand-in), so each fault costs seconds. Faults of real engines are in
+test_faults_engines.py.
 """
 
 from __future__ import annotations
@@ -9,11 +10,16 @@ import copy
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import UTC, datetime, timedelta
 from secrets import token_hex
 from typing import Any
 
 import pytest
 import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from live_cluster import Document, Namespace, is_ready, kubectl, reference, until
 from traffic import RESTRICTED, pod_is_ready, until_pod_ready
 
@@ -21,6 +27,8 @@ pytestmark = pytest.mark.timeout(400)
 
 NODE_ONE = {"larder.dev/e2e": "one"}
 NODE_TWO = {"larder.dev/e2e": "two"}
+SILENT = "10.96.200.200:6379"
+"""An address of no Service."""
 
 
 def kvcache(name: str, *changes: Mapping[str, Any]) -> Document:
@@ -41,6 +49,23 @@ def kvcache(name: str, *changes: Mapping[str, Any]) -> Document:
     for change in changes:
         _merge(document["spec"], change)
     return document
+
+
+def external(address: str, secret: str = "", more: Mapping[str, Any] | None = None) -> Document:
+    reference_to = {"credentialsSecretRef": {"name": secret}} if secret else {}
+    given = {"address": address, **reference_to, **(more or {})}
+    return {"redis": {"embedded": None, "external": given}}
+
+
+def engines_alone(name: str, *changes: Mapping[str, Any]) -> Document:
+    """One without agents and without a Redis of its own, where they do not matter."""
+    elsewhere = {"cache": {"nodeSelector": {"rack": "seven"}}}
+    return kvcache(name, elsewhere, external(SILENT), *changes)
+
+
+def cache_alone(name: str, *changes: Mapping[str, Any]) -> Document:
+    """One without engines, where they do not matter."""
+    return kvcache(name, *changes, {"decode": None})
 
 
 def stand_in(mode: str, env: Mapping[str, str] | None = None, **container: Any) -> Document:
@@ -141,16 +166,13 @@ def pod_monitors(faults: Namespace) -> Iterator[Document]:
     kubectl("delete", "crd", name, "--ignore-not-found")
 
 
-SLOW = kvcache(
+SLOW = engines_alone(
     "slow", {"engine": {"startupTimeoutSeconds": 60}, "decode": {"template": stand_in("never")}}
 )
 BARE = kvcache("bare", {"prefill": {"template": stand_in("ready")}})
-SECRETIVE = kvcache("secret", {"model": {"tokenSecretRef": {"name": "hugging"}}})
-STUCK = kvcache("stuck", {"engine": {"startupTimeoutSeconds": 600}})
-MONITORED = kvcache(
-    "monitored",
-    {"cache": {"nodeSelector": {"rack": "seven"}}, "decode": None, "podMonitor": {}},
-)
+SECRETIVE = engines_alone("secret", {"model": {"tokenSecretRef": {"name": "hugging"}}})
+STUCK = engines_alone("stuck", {"engine": {"startupTimeoutSeconds": 600}})
+MONITORED = engines_alone("monitored", {"decode": None, "podMonitor": {}})
 API_KEY = f"key-{token_hex(16)}"
 KEYED = kvcache(
     "keyed",
@@ -162,18 +184,28 @@ KEYED = kvcache(
 )
 
 
+UNPULLED = kvcache("image", external(SILENT), {"engine": {"image": "localhost/no-such-image:v1"}})
+UNPULLED_AGENT = cache_alone(
+    "agent-image", external(SILENT), {"cache": {"image": "localhost/no-such-agent:v1"}}
+)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def long_ones(faults: Namespace, redis: str, small_redis: str) -> Iterator[None]:
     with (
         credentials(faults, "wrong", "larder", "wrong") as wrong,
-        credentials(faults, "owner", "larder", "right") as right,
+        credentials(faults, "right", "larder", "right") as right,
+        credentials(faults, "weak", "weak", "right") as weak,
         secret(faults, "engine-key", {"api-key": API_KEY}),
         ExitStack() as stack,
     ):
         for document in (
-            SLOW, BARE, SECRETIVE, STUCK, MONITORED, KEYED,
-            kvcache("password", external(redis, wrong)),
-            kvcache("full", external(small_redis, right)),
+            SLOW, BARE, SECRETIVE, STUCK, MONITORED, KEYED, UNPULLED, UNPULLED_AGENT,
+            cache_alone("password", external(redis, wrong)),
+            cache_alone("permission", external(redis, weak)),
+            cache_alone("full", external(f"{small_redis}:6379", right)),
+            cache_alone("encrypted", external(f"{small_redis}:6380", right, {"tls": {}})),
+            cache_alone("silent", external(SILENT)),
         ):  # fmt: skip
             stack.enter_context(applied(faults, document))
         yield
@@ -228,7 +260,8 @@ def test_prefill_is_asked_with_the_key_and_decode_wants_another(faults):
 
 def test_pod_monitor_is_left_out_where_nobody_knows_the_kind(faults, pod_monitors):
     faults.until_condition("monitored", "Accepted", "True")
-    assert faults.conditions("monitored")["Ready"]["reason"] == "NoMatchingNodes"
+    message = problem(faults, "monitored", "PodMonitorCRDMissing")["message"]
+    assert "install the CRDs of Prometheus' operator" in message
     kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump(pod_monitors))
 
 
@@ -256,7 +289,8 @@ def test_name_of_another_owner_is_never_taken_over(faults):
     }
     faults.apply(foreign)
     try:
-        with applied(faults, kvcache("taken", {"router": {"type": "SMG"}})) as name:
+        none = {"router": {"type": "SMG", "replicas": 0}, "decode": {"replicas": 0}}
+        with applied(faults, engines_alone("taken", none)) as name:
             condition = faults.until_condition(name, "Accepted", "False", "NameConflict")
             assert "Service taken exists and is not owned by this KVCache" in condition["message"]
             assert "delete that object" in condition["message"]
@@ -276,7 +310,8 @@ def test_name_of_another_owner_is_never_taken_over(faults):
 
 def test_no_node_for_the_cache(faults):
     with applied(
-        faults, kvcache("nowhere", {"cache": {"nodeSelector": {"rack": "seven"}}})
+        faults,
+        cache_alone("nowhere", external(SILENT), {"cache": {"nodeSelector": {"rack": "seven"}}}),
     ) as name:
         faults.until_condition(
             name, "CacheReady", "False", "NoMatchingNodes",
@@ -288,7 +323,9 @@ def test_no_node_for_the_cache(faults):
 def test_engine_on_a_node_without_an_agent(faults):
     template = stand_in("ready")
     template["spec"]["nodeSelector"] = NODE_TWO
-    with applied(faults, kvcache("apart", {"decode": {"template": template}})) as name:
+    with applied(
+        faults, kvcache("apart", external(SILENT), {"decode": {"template": template}})
+    ) as name:
         condition = faults.until_condition(
             name, "CacheReady", "False", "NoLocalCache", containing=["apart-decode"]
         )
@@ -301,30 +338,35 @@ def test_too_few_gpus(faults):
         "engine": {"device": "cuda"},
         "decode": {"tensorParallelSize": 8, "template": stand_in("ready")},
     }
-    with applied(faults, kvcache("gpus", change)) as name:
+    with applied(faults, engines_alone("gpus", change)) as name:
         faults.until_condition(
             name, "EnginesReady", "False", "Unschedulable",
             containing=["Insufficient nvidia.com/gpu", "asks 8 nvidia.com/gpu", "tensorParallelSize"],
         )  # fmt: skip
 
 
-def test_image_that_cannot_be_pulled(faults):
-    with applied(
-        faults, kvcache("image", {"engine": {"image": "localhost/no-such-image:v1"}})
-    ) as name:
-        faults.until_condition(
-            name,
-            "EnginesReady",
-            "False",
-            "ImagePullFailed",
-            containing=["localhost/no-such-image:v1", "image-decode"],
-        )
-        faults.patch("kvcache", name, {"spec": {"engine": {"image": reference("stand-in")}}})
-        faults.until_condition(name, "EnginesReady", "True", timeout_s=90)
+def test_images_that_cannot_be_pulled_are_told(faults):
+    remedy = "correct the image, or give spec.imagePullSecrets"
+    faults.until_condition(
+        "image",
+        "EnginesReady",
+        "False",
+        "ImagePullFailed",
+        containing=["localhost/no-such-image:v1", "image-decode", remedy],
+    )
+    faults.until_condition(
+        "agent-image",
+        "CacheReady",
+        "False",
+        "ImagePullFailed",
+        containing=["localhost/no-such-agent:v1", "agent-image-cache", remedy],
+    )
 
 
 def test_engine_that_crashes_says_its_last_words(faults):
-    with applied(faults, kvcache("crash", {"decode": {"template": stand_in("crash")}})) as name:
+    with applied(
+        faults, engines_alone("crash", {"decode": {"template": stand_in("crash")}})
+    ) as name:
         faults.until_condition(
             name, "EnginesReady", "False", "CrashLooping", timeout_s=90,
             containing=["exit code 1", "told to crash", "kubectl logs", "--previous"],
@@ -336,7 +378,7 @@ def test_engine_that_is_killed_for_memory(faults):
         "memory",
         resources={"requests": {"cpu": "10m", "memory": "32Mi"}, "limits": {"memory": "64Mi"}},
     )
-    with applied(faults, kvcache("memory", {"decode": {"template": template}})) as name:
+    with applied(faults, engines_alone("memory", {"decode": {"template": template}})) as name:
         faults.until_condition(
             name, "EnginesReady", "False", "OOMKilled", timeout_s=90,
             containing=["limit 64Mi", "spec.decode.template"],
@@ -345,7 +387,7 @@ def test_engine_that_is_killed_for_memory(faults):
 
 def test_template_that_gives_an_owned_argument(faults):
     template = stand_in("ready", args=["--kv-transfer-config={}"])
-    with applied(faults, kvcache("reserved", {"decode": {"template": template}})) as name:
+    with applied(faults, engines_alone("reserved", {"decode": {"template": template}})) as name:
         faults.until_condition(
             name, "Accepted", "False", "ReservedArgument", containing=["spec.decode.template"]
         )
@@ -354,7 +396,7 @@ def test_template_that_gives_an_owned_argument(faults):
 
 def test_template_with_a_field_that_nobody_knows(faults):
     template = stand_in("ready", imagePullSecret="x")
-    with applied(faults, kvcache("template", {"decode": {"template": template}})) as name:
+    with applied(faults, engines_alone("template", {"decode": {"template": template}})) as name:
         faults.until_condition(
             name,
             "Accepted",
@@ -428,51 +470,78 @@ def redis(faults: Namespace) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def small_redis(faults: Namespace) -> Iterator[str]:
-    """Another one, which refuses what would take it over 8 MB: its policy is Redis's default, noeviction."""
-    yield from redis_server(faults, "small", "8mb")
+    """Another one: host, which serves plain at 6379 and, with the Secret `small`, TLS at 6380.
+
+    It refuses what would take it over 8 MB, as Redis's default policy is noeviction.
+    """
+    with secret(faults, "small", certificate_for(f"small.{faults.name}.svc")):
+        for address in redis_server(faults, "small", "8mb", tls_secret="small"):
+            yield address.removesuffix(":6379")
 
 
-def redis_server(namespace: Namespace, name: str, memory: str) -> Iterator[str]:
-    namespace.apply(*redis_of_others(name, USERS, memory))
+def redis_server(
+    namespace: Namespace, name: str, memory: str, *, tls_secret: str = ""
+) -> Iterator[str]:
+    namespace.apply(*redis_of_others(name, USERS, memory, tls_secret))
     until_pod_ready(namespace, name, 60)
     yield f"{name}.{namespace.name}.svc:6379"
     namespace.delete("pod", name)
     namespace.delete("service", name)
 
 
-def redis_of_others(name: str, users: str, memory: str) -> tuple[Document, ...]:
+def redis_of_others(name: str, users: str, memory: str, tls_secret: str) -> tuple[Document, ...]:
     script = f"printf '{users}' > /tmp/users; exec redis-server --aclfile /tmp/users --maxmemory {memory} --save ''"
+    container: Document = {
+        "name": "redis",
+        "image": reference("redis"),
+        "workingDir": "/tmp",
+        "readinessProbe": {"tcpSocket": {"port": 6379}, "periodSeconds": 1},
+        "securityContext": {**RESTRICTED, "readOnlyRootFilesystem": False},
+    }
+    spec: Document = {"terminationGracePeriodSeconds": 0, "containers": [container]}
+    if tls_secret:
+        files = "--tls-cert-file /tls/tls.crt --tls-key-file /tls/tls.key"
+        script += f" --tls-port 6380 --tls-auth-clients no {files}"
+        container["volumeMounts"] = [{"name": "tls", "mountPath": "/tls"}]
+        spec["volumes"] = [{"name": "tls", "secret": {"secretName": tls_secret}}]
+    container["command"] = ["sh", "-c", script.replace("\n", "\\n")]
+    ports = [{"name": "plain", "port": 6379}, {"name": "tls", "port": 6380}]
     return (
         {
             "apiVersion": "v1",
             "kind": "Pod",
             "metadata": {"name": name, "labels": {"app": name}},
-            "spec": {
-                "terminationGracePeriodSeconds": 0,
-                "containers": [
-                    {
-                        "name": "redis",
-                        "image": reference("redis"),
-                        "command": ["sh", "-c", script.replace("\n", "\\n")],
-                        "workingDir": "/tmp",
-                        "readinessProbe": {"tcpSocket": {"port": 6379}, "periodSeconds": 1},
-                        "securityContext": {**RESTRICTED, "readOnlyRootFilesystem": False},
-                    }
-                ],
-            },
+            "spec": spec,
         },
         {
             "apiVersion": "v1",
             "kind": "Service",
             "metadata": {"name": name},
-            "spec": {"selector": {"app": name}, "ports": [{"port": 6379}]},
+            "spec": {"selector": {"app": name}, "ports": ports},
         },
     )
 
 
-def external(address: str, secret: str = "") -> Document:
-    reference_to = {"credentialsSecretRef": {"name": secret}} if secret else {}
-    return {"redis": {"embedded": None, "external": {"address": address, **reference_to}}}
+def certificate_for(host: str) -> dict[str, str]:
+    """A certificate of its own making, which nobody trusts; ca.crt is for those who are to."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host)])
+    now = datetime.now(UTC)
+    built = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(host)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = built.public_bytes(serialization.Encoding.PEM).decode()
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    return {"tls.crt": pem, "ca.crt": pem, "tls.key": private.decode()}
 
 
 @contextmanager
@@ -500,38 +569,50 @@ def credentials(
 
 
 def test_redis_that_nobody_answers_for(faults):
-    with applied(faults, kvcache("silent", external("10.96.200.200:6379"))) as name:
-        faults.until_condition(
-            name, "RedisReady", "False", "Unreachable", timeout_s=120,
-            containing=["10.96.200.200:6379", "engines keep running"],
-        )  # fmt: skip
+    faults.until_condition(
+        "silent", "RedisReady", "False", "Unreachable", timeout_s=120,
+        containing=[SILENT, "engines keep running"],
+    )  # fmt: skip
 
 
-def test_redis_that_permits_too_little_prints_the_line_that_is_needed(faults, redis):
-    with (
-        credentials(faults, "weak", "weak", "right") as secret,
-        applied(faults, kvcache("permission", external(redis, secret))) as name,
-    ):
-        condition = faults.until_condition(
-            name, "RedisReady", "False", "PermissionDenied", timeout_s=120, containing=["weak"]
-        )
-        uid = faults.get("kvcache", name)["metadata"]["uid"].replace("-", "")
-        (line,) = re.findall(r"run `(ACL SETUSER [^`]+)` there", condition["message"])
-        words = line.split()
-        assert words[:4] == ["ACL", "SETUSER", "weak", "on"]
-        assert f"~larder:{uid[:8]}:*" in words, "no key of another KVCache"
-        assert not {"~*", "allkeys", "+@all", "allcommands"} & set(words)
-        assert redis_cli(faults, *words).strip() == "OK"
-        faults.until_condition(name, "RedisReady", "True", timeout_s=60)
+def test_redis_whose_certificate_is_not_trusted(faults, small_redis):
+    faults.until_condition(
+        "encrypted",
+        "RedisReady",
+        "False",
+        "TlsFailed",
+        timeout_s=120,
+        containing=[
+            f"TLS to Redis at rediss://larder@{small_redis}:6380 failed",
+            "not trusted",
+            "give the CA that signed it",
+        ],
+    )
+    trust = {"tls": {"caSecretRef": {"name": "small"}}}
+    faults.patch("kvcache", "encrypted", {"spec": {"redis": {"external": trust}}})
+
+
+def test_redis_that_permits_too_little_prints_the_line_that_is_needed(faults):
+    condition = faults.until_condition(
+        "permission", "RedisReady", "False", "PermissionDenied", timeout_s=120
+    )
+    uid = faults.get("kvcache", "permission")["metadata"]["uid"].replace("-", "")
+    (line,) = re.findall(r"run `(ACL SETUSER [^`]+)` there", condition["message"])
+    words = line.split()
+    assert words[:4] == ["ACL", "SETUSER", "weak", "on"]
+    assert f"~larder:{uid[:8]}:*" in words, "no key of another KVCache"
+    assert not {"~*", "allkeys", "+@all", "allcommands"} & set(words)
+    assert redis_cli(faults, *words).strip() == "OK"
+    faults.until_condition("permission", "RedisReady", "True", timeout_s=60)
 
 
 # Replicas
 
 
 def test_replicas_that_were_set_and_are_unset_stay(faults):
-    with applied(faults, kvcache("handover", {"decode": {"replicas": 2}})) as name:
+    with applied(faults, engines_alone("handover", {"decode": {"replicas": 2}})) as name:
         faults.until_condition(name, "EnginesReady", "True", timeout_s=120)
-        document = kvcache("handover")
+        document = engines_alone("handover")
         faults.apply(document)
         assert "replicas" not in faults.get("kvcache", name)["spec"]["decode"]
         seen = faults.get("kvcache", name)["metadata"]["generation"]
@@ -562,31 +643,30 @@ def test_replicas_that_were_set_and_are_unset_stay(faults):
 
 
 def test_deleted_resource_leaves_nothing_within_a_minute(faults, redis):
-    with credentials(faults, "owner", "larder", "right") as secret:
-        document = kvcache("gone", external(redis, secret))
-        faults.apply(document)
-        faults.until_condition("gone", "CacheReady", "True", timeout_s=120)
-        faults.until_condition("gone", "RedisReady", "True", timeout_s=60)
-        uid = faults.get("kvcache", "gone")["metadata"]["uid"]
-        pattern = f"larder:{uid.replace('-', '')[:8]}:*"
-        until("keys of this resource in Redis", lambda: keys(faults, pattern), timeout_s=30)
-        faults.delete("kvcache", "gone")
-        kinds = (
-            "pods,services,configmaps,secrets,serviceaccounts,deployments,daemonsets,statefulsets,"
-            "networkpolicies,poddisruptionbudgets,roles,rolebindings"
-        )
-        until(
-            "nothing of it is left",
-            lambda: not faults.list(kinds, "app.kubernetes.io/instance=gone"),
-            timeout_s=60,
-        )
-        assert faults.find("kvcache", "gone") is None
-        # What drained agents leave, so that node numbers are not given twice, goes by itself.
-        until(
-            "what is left of its keys in Redis expires within a day",
-            lambda: all(0 < ttl_s(faults, key) <= 86_400 for key in keys(faults, pattern)),
-            timeout_s=60,
-        )
+    """Chunks in Redis are looked at in test_faults_sessions.py."""
+    faults.apply(cache_alone("gone", external(redis, "right")))
+    faults.until_condition("gone", "CacheReady", "True", timeout_s=120)
+    faults.until_condition("gone", "RedisReady", "True", timeout_s=60)
+    uid = faults.get("kvcache", "gone")["metadata"]["uid"]
+    pattern = f"larder:{uid.replace('-', '')[:8]}:*"
+    until("keys of this resource in Redis", lambda: keys(faults, pattern), timeout_s=30)
+    faults.delete("kvcache", "gone")
+    kinds = (
+        "pods,services,configmaps,secrets,serviceaccounts,deployments,daemonsets,statefulsets,"
+        "networkpolicies,poddisruptionbudgets,roles,rolebindings"
+    )
+    until(
+        "nothing of it is left",
+        lambda: not faults.list(kinds, "app.kubernetes.io/instance=gone"),
+        timeout_s=60,
+    )
+    assert faults.find("kvcache", "gone") is None
+    # What drained agents leave, so that node numbers are not given twice, goes by itself.
+    until(
+        "what is left of its keys in Redis expires within a day",
+        lambda: all(0 < ttl_s(faults, key) <= 86_400 for key in keys(faults, pattern)),
+        timeout_s=60,
+    )
 
 
 def ttl_s(namespace: Namespace, key: str) -> int:
@@ -641,7 +721,7 @@ def test_full_redis_is_told_and_heals(faults, small_redis):
         "Full",
         timeout_s=60,
         containing=[
-            small_redis,
+            f"{small_redis}:6379",
             "full (OOM under noeviction)",
             "raise its maxmemory, or set maxmemory-policy allkeys-lru",
             "found on their own node only",
@@ -660,7 +740,16 @@ def test_pod_monitor_comes_and_goes_with_its_kind(faults, pod_monitors):
         "app.kubernetes.io/name": "larder",
         "app.kubernetes.io/instance": "monitored",
     }
-    faults.until_condition("monitored", "Accepted", "True")
+    until(
+        "nothing is missing any more",
+        lambda: (
+            "PodMonitorCRDMissing"
+            not in [
+                one["reason"] for one in faults.get("kvcache", "monitored")["status"]["problems"]
+            ]
+        ),
+        timeout_s=30,
+    )
     kubectl("delete", "crd", pod_monitors["metadata"]["name"])
     faults.patch("kvcache", "monitored", {"spec": {"podMonitor": {"labels": {"team": "a"}}}})
     seen = faults.get("kvcache", "monitored")["metadata"]["generation"]
@@ -697,6 +786,13 @@ def test_probe_with_an_api_key_verifies_and_never_shows_the_key(faults, installa
         assert API_KEY not in text, where
 
 
+def test_image_that_cannot_be_pulled_calls_for_a_person_and_heals(faults):
+    faults.until_condition("image", "Stalled", "True", "ImagePullFailed", timeout_s=90)
+    faults.patch("kvcache", "image", {"spec": {"engine": {"image": reference("stand-in")}}})
+    faults.until_condition("image", "EnginesReady", "True", timeout_s=90)
+    faults.until_condition("image", "Stalled", "False", timeout_s=30)
+
+
 def test_engine_without_the_connector(faults):
     faults.until_condition("bare", "EnginesReady", "True", timeout_s=90)
     faults.until_condition(
@@ -711,6 +807,11 @@ def test_engine_without_the_connector(faults):
 
 def test_redis_heals_when_its_secret_is_corrected(faults):
     faults.until_condition("password", "RedisReady", "True", timeout_s=180)
+
+
+def test_redis_heals_when_its_authority_is_given(faults):
+    condition = faults.until_condition("encrypted", "RedisReady", "True", timeout_s=90)
+    assert "(TLS) answers" in condition["message"]
 
 
 def test_engine_that_loaded_for_too_long(faults):
