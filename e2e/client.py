@@ -19,6 +19,8 @@ from pathlib import Path
 
 STOP = Path("/tmp/stop")
 TIMEOUT_S = 60
+PAUSE_S = 0.3
+"""Between requests without end: the cores that answer them have engines to start, too."""
 printing = threading.Lock()
 
 
@@ -75,6 +77,8 @@ def send(order: dict[str, object], index: int, body: dict[str, object]) -> None:
     }
     with printing:
         print(json.dumps(line), flush=True)
+    if order["repeat_until_closed"]:
+        time.sleep(PAUSE_S)
 
 
 if __name__ == "__main__":

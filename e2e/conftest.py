@@ -25,7 +25,19 @@ from live_cluster import (
     run,
     until,
 )
-from traffic import client_pod, control_pod, until_pod_ready
+from traffic import (
+    CONTROL,
+    MAX_TOKENS,
+    Harmed,
+    Oracle,
+    Question,
+    body,
+    client_pod,
+    control_deployment,
+    prompt,
+    send,
+    until_control,
+)
 
 IS_STRICT = bool(os.environ.get("CI") or os.environ.get("LARDER_E2E_STRICT"))
 IS_BUNDLED = bool(os.environ.get("LARDER_E2E_BUNDLED"))
@@ -35,12 +47,17 @@ INSTALLED = os.environ.get("LARDER_E2E_INSTALLED", "")
 """Namespace of an operator of the whole cluster that is there and is taken as it is, "" to install one."""
 IS_KEPT = bool(os.environ.get("LARDER_E2E_KEEP"))
 PREFIX = os.environ.get("LARDER_E2E_PREFIX", "e2e")
+EXAMPLE = REPOSITORY / "examples" / "cpu-cluster.yaml"
+NUM_KNOWN, NUM_FOR_ALL = 56, 12
+"""Prompts whose answer the control says: those that load sends over and over, the rest for one look each."""
 START_S = 480
 """An engine on a CPU starts in 30-58 s; three at once on two busy cores take longer."""
 LAST = ("test_journey", "test_kubectl_larder", "test_faults_engines")
 """Files that share the pair of real engines, in the order of what they do to it."""
 NAMESPACES = ("journey", "faults", "sessions", "quota", "restricted", "admission")
 USED: list[Namespace] = []
+HARMED = CACHE / "harmed"
+"""There when a request was harmed: run.sh tries nothing once more then."""
 
 
 # Skips and failures
@@ -57,6 +74,9 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"not tried, and this run is strict: {reason}"
     elif report.failed:
+        if call.excinfo is not None and call.excinfo.errisinstance(Harmed):
+            HARMED.parent.mkdir(parents=True, exist_ok=True)
+            HARMED.write_text(f"{item.nodeid}: {call.excinfo.value}", encoding="utf-8")
         folder = CACHE / "failures" / item.name
         folder.mkdir(parents=True, exist_ok=True)
         for namespace in USED:
@@ -173,23 +193,59 @@ def installation(namespaces: dict[str, Namespace]) -> Iterator[Namespace]:
         kubectl("delete", "namespace", system.name, "--wait=false")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def begun(request: pytest.FixtureRequest) -> None:
+    """Engines take a minute to start: they do so while the tests without engines run, which mostly wait."""
+    if any(item.path.stem in LAST for item in request.session.items):
+        request.getfixturevalue("started")
+
+
 @pytest.fixture(scope="session")
-def journey(installation: Namespace, namespaces: dict[str, Namespace]) -> Namespace:
-    """A namespace with a client, a plain engine called control, and examples/cpu-cluster.yaml, which is Ready."""
+def started(installation: Namespace, namespaces: dict[str, Namespace]) -> Namespace:
+    """A namespace with a client, a plain engine called control, and examples/cpu-cluster.yaml: applied, no more."""
     namespace = namespaces["journey"]
-    example = REPOSITORY / "examples" / "cpu-cluster.yaml"
-    spec = yaml.safe_load(example.read_text(encoding="utf-8"))["spec"]
-    model_path, python_path = spec["model"]["path"], spec["engine"]["pythonPath"]
+    spec = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))["spec"]
     namespace.apply(
         client_pod(reference("larder")),
-        control_pod(reference("engine-cpu"), model_path, python_path, spec["decode"]["args"]),
+        control_deployment(
+            reference("engine-cpu"),
+            spec["model"]["path"],
+            spec["engine"]["pythonPath"],
+            spec["decode"]["args"],
+        ),
     )
-    namespace.kubectl("apply", "-f", str(example))
-    namespace.kubectl(
+    if namespace.find("kvcache", "demo") is None:
+        # Else it is as an earlier run left it, see LARDER_E2E_KEEP.
+        namespace.kubectl("apply", "-f", str(EXAMPLE))
+    return namespace
+
+
+@pytest.fixture(scope="session")
+def journey(started: Namespace) -> Namespace:
+    """The same, when the resource is Ready."""
+    started.kubectl(
         "wait", "--for=condition=Ready", "kvcache/demo", f"--timeout={START_S}s", timeout_s=START_S + 10
     )  # fmt: skip
-    until_pod_ready(namespace, "control", START_S)
-    return namespace
+    return started
+
+
+@pytest.fixture(scope="session")
+def oracle(journey: Namespace) -> Oracle:
+    """What the control says to some prompts. It is not needed after that, and takes up memory no more."""
+    url = until_control(journey, START_S)
+    asked = [Question(body(prompt(seed))) for seed in range(NUM_KNOWN)]
+    answers = send(journey, url, asked, concurrency=2)
+    assert [answer.status for answer in answers] == [200] * NUM_KNOWN
+    assert all(answer.cached_tokens == 0 for answer in answers)
+    assert {len(answer.tokens) for answer in answers} == {MAX_TOKENS}
+    # A control that answers the same to everything would prove nothing.
+    assert len({answer.tokens for answer in answers}) == NUM_KNOWN
+    journey.kubectl("scale", f"deployment/{CONTROL}", "--replicas=0")
+    known = [
+        Question(question.body, answer.tokens)
+        for question, answer in zip(asked, answers, strict=True)
+    ]
+    return Oracle(known, NUM_FOR_ALL)
 
 
 @pytest.fixture(scope="session")

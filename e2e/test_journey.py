@@ -1,7 +1,7 @@
 """From an empty cluster to an answer: one helm install, one kubectl apply, real engines, everything that is promised.
 
 All tests here share one prefill and one decode engine, which take a minute to start; their order is that of a user's
-first hour. What kills things is in test_faults.py.
+first hour. What kills things is in test_faults_engines.py.
 """
 
 from __future__ import annotations
@@ -17,15 +17,10 @@ from live_cluster import (
     in_node,
     is_ready,
     kubectl,
+    reference,
     until,
 )
-from traffic import (
-    MAX_TOKENS,
-    Answer,
-    body,
-    prompt,
-    send,
-)
+from traffic import Answer, Oracle, assert_unharmed, client_pod, send, until_pod_ready
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -34,32 +29,15 @@ NUM_QUESTIONS = 4
 
 
 @pytest.fixture(scope="module")
-def expected(journey: Namespace) -> list[tuple[int, ...]]:
-    """What an engine without cache answers; it is not needed after that."""
-    address = journey.get("pod", "control")["status"]["podIP"]
-    questions = [body(prompt(seed)) for seed in range(NUM_QUESTIONS)]
-    answers = send(journey, f"http://{address}:8000", questions)
-    assert [answer.status for answer in answers] == [200] * NUM_QUESTIONS, answers
-    assert all(answer.cached_tokens == 0 for answer in answers)
-    journey.delete("pod", "control")
-    tokens = [answer.tokens for answer in answers]
-    assert {len(one) for one in tokens} == {MAX_TOKENS}
-    return tokens
-
-
-@pytest.fixture(scope="module")
-def first_answers(
-    journey: Namespace, endpoint: str, expected: list[tuple[int, ...]]
-) -> list[Answer]:
+def first_answers(journey: Namespace, endpoint: str, oracle: Oracle) -> list[Answer]:
     """Of the very first requests that the endpoint sees from a client."""
-    return send(journey, endpoint, [body(prompt(seed)) for seed in range(NUM_QUESTIONS)])
+    return send(journey, endpoint, oracle.take(NUM_QUESTIONS))
 
 
-def test_first_requests_are_answered_token_by_token_as_without_a_cache(first_answers, expected):
-    assert [answer.status for answer in first_answers] == [200] * NUM_QUESTIONS, first_answers
-    assert [answer.tokens for answer in first_answers] == expected
-    # A control that answers the same to everything would prove nothing.
-    assert len(set(expected)) == NUM_QUESTIONS
+def test_first_requests_are_answered_token_by_token_as_without_a_cache(first_answers):
+    assert len(first_answers) == NUM_QUESTIONS
+    assert all(answer.expected for answer in first_answers)
+    assert_unharmed(first_answers)
 
 
 def test_decode_reads_what_prefill_stored_for_the_first_request(first_answers):
@@ -130,12 +108,45 @@ def test_processes_run_as_the_users_that_the_pods_name(journey):
 
 @pytest.mark.bundled
 def test_a_stranger_on_the_node_cannot_reach_the_sockets(journey):
+    """A pod that may mount the very folder, without the group: it cannot even look for a socket."""
     (agent, *_) = journey.pods(NAME, "cache")
     node = agent["spec"]["nodeName"]
     folder = f"/run/larder/{journey.name}/{NAME}"
     assert in_node(node, "stat", "-c", "%a %u %g", folder).strip() == "770 0 7070"
-    for line in in_node(node, "find", folder, "-type", "s", "-printf", "%m %g\\n").splitlines():
-        assert line == "660 7070"
+    sockets = in_node(node, "find", folder, "-type", "s", "-printf", "%P %m %g\n").splitlines()
+    assert len(sockets) >= 2
+    assert {line.partition(" ")[2] for line in sockets} == {"660 7070"}
+    stranger = client_pod(reference("larder"))
+    stranger["metadata"]["name"] = "stranger"
+    stranger["spec"]["nodeName"] = node
+    stranger["spec"]["volumes"].append({"name": "sockets", "hostPath": {"path": folder}})
+    mount = {"name": "sockets", "mountPath": "/run/larder"}
+    stranger["spec"]["containers"][0]["volumeMounts"].append(mount)
+    journey.apply(stranger)
+    try:
+        until_pod_ready(journey, "stranger", 60)
+        said = journey.kubectl(
+            "exec", "stranger", "--", "python3", "-c", STRANGER_SCRIPT,
+            *[line.partition(" ")[0] for line in sockets],
+        )  # fmt: skip
+    finally:
+        journey.delete("pod", "stranger")
+    assert said.split() == ["EACCES"] * (1 + len(sockets))
+
+
+STRANGER_SCRIPT = """
+import errno, os, socket, sys
+def attempt(what):
+    try:
+        what()
+    except OSError as refused:
+        print(errno.errorcode[refused.errno])
+    else:
+        print("open")
+attempt(lambda: os.listdir("/run/larder"))
+for name in sys.argv[1:]:
+    attempt(lambda: socket.socket(socket.AF_UNIX).connect(f"/run/larder/{name}"))
+"""
 
 
 def test_what_the_operator_made_is_owned_and_goes_by_its_name(journey):

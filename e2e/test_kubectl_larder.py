@@ -19,7 +19,7 @@ from secrets import token_hex
 import pytest
 import yaml
 from live_cluster import REPOSITORY, Document, Namespace, kubectl, run, until
-from traffic import body, client_pod, prompt, send
+from traffic import Question, body, client_pod, prompt, send
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -72,7 +72,7 @@ def status(namespace: Namespace) -> Document:
 def answer_id(namespace: Namespace) -> str:
     """The id of an answer of the endpoint to a prompt of several chunks that is new to it."""
     endpoint = str(namespace.get("kvcache", NAME)["status"]["endpoint"])
-    (answer,) = send(namespace, endpoint, [body(prompt(9001))])
+    (answer,) = send(namespace, endpoint, [Question(body(prompt(9001)))])
     assert answer.status == 200, answer
     return str(answer.body["id"])
 
