@@ -1,13 +1,15 @@
 """helm install, test, upgrade and uninstall of a release of our own, and what each leaves alone.
 
-The release watches one namespace and has nothing outside namespaces but, for one test, the CRD. Its KVCache has a Redis
-and agents without nodes, so that a second operator, which may watch the whole cluster, would do the same to it.
+The release watches one namespace and has nothing outside namespaces but, for the last tests, the CRD. Its KVCache has a
+Redis and agents without nodes, so that a second operator, which may watch the whole cluster, would do the same to it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,16 @@ from typing import Any
 import pytest
 import yaml
 from dashboard_queries import labels_of, metrics_of, names_in, queries, samples_of
-from live_cluster import REPOSITORY, CommandFailed, Namespace, is_ready, kubectl, run, until
+from live_cluster import (
+    REPOSITORY,
+    CommandFailed,
+    Namespace,
+    is_ready,
+    kubectl,
+    reference,
+    run,
+    until,
+)
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -28,6 +39,31 @@ KVCACHE = {
     "metadata": {"name": "kept"},
     "spec": {"cache": {"cpu": "64Mi", "nodeSelector": {"larder.dev/nowhere": "true"}}},
 }
+CARRIED: dict[str, Any] = {
+    "apiVersion": "larder.dev/v1alpha1",
+    "kind": "KVCache",
+    "metadata": {"name": "carried"},
+    "spec": {
+        "model": {"name": "stand-in", "path": "/nowhere"},
+        "engine": {"device": "cpu", "image": reference("stand-in"), "sharedMemory": "16Mi"},
+        "cache": {"cpu": "64Mi", "nodeSelector": {"larder.dev/nowhere": "true"}},
+        "redis": {"external": {"address": "redis.nowhere.svc:6379"}},
+        "router": {"type": "None"},
+        "tls": {"mode": "Off"},
+        "decode": {
+            "replicas": 1,
+            "template": {
+                "spec": {
+                    "containers": [
+                        {"name": "vllm", "env": [{"name": "STAND_IN", "value": "ready"}]}
+                    ]
+                }
+            },
+        },
+    },
+}
+"""With an engine that runs, and no Secret that two operators could make at the same time."""
+OLD_VERSION = "0.0.9"
 IMAGES = {
     "larder": "larder",
     "payload": "larder-payload",
@@ -112,6 +148,61 @@ def _uids(team: Namespace) -> tuple[str, str, str]:
     objects = (team.get("kvcache", "kept"), team.get("statefulset", "kept-redis"), pod)
     kvcache, workload, redis = (str(found["metadata"]["uid"]) for found in objects)
     return kvcache, workload, redis
+
+
+def _uids_of_carried(team: Namespace) -> tuple[str, str, str]:
+    """The Deployment's with its generation: a change of it has not replaced the pod yet."""
+    (pod,) = team.pods("carried", "decode")
+    objects = (team.get("kvcache", "carried"), team.get("deployment", "carried-decode"), pod)
+    kvcache, workload, engine = (str(found["metadata"]["uid"]) for found in objects)
+    return kvcache, f"{workload} {objects[1]['metadata']['generation']}", engine
+
+
+def _package_of_an_old_version(folder: Path) -> str:
+    """The chart as it may have been once: without a column and a field that it has now."""
+    chart = folder / "larder"
+    shutil.copytree(CHART, chart)
+    about = chart / "Chart.yaml"
+    text, count = re.subn(
+        r"(?m)^(version|appVersion): .*$", rf"\1: {OLD_VERSION}", about.read_text()
+    )
+    assert count == 2
+    about.write_text(text)
+    source = chart / "files" / "kvcaches.yaml"
+    crd = yaml.safe_load(source.read_text())
+    _columns_of(crd).pop()
+    spec = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    del spec["properties"]["service"]["properties"]["annotations"]
+    source.write_text(yaml.safe_dump(crd, sort_keys=False))
+    helm("package", str(chart), "--destination", str(folder))
+    return str(folder / f"larder-{OLD_VERSION}.tgz")
+
+
+def _columns_of(crd: dict[str, Any]) -> list[Any]:
+    columns: list[Any] = crd["spec"]["versions"][0]["additionalPrinterColumns"]
+    return columns
+
+
+def _version_of(system: Namespace) -> str:
+    labels = system.get("deployment", "larder-operator")["metadata"]["labels"]
+    return str(labels["helm.sh/chart"]).removeprefix("larder-")
+
+
+def _until_full_pass_of_another(system: Namespace, before: str) -> None:
+    """Wait until an operator in another pod than `before` has been through all KVCaches."""
+    until(
+        "the new operator is ready",
+        lambda: (
+            _pod_of_operator(system) != before
+            and is_ready(system.get("deployment", "larder-operator"))
+        ),
+        timeout_s=60,
+    )
+    until(
+        "the new operator has made a full pass",
+        lambda: "larder_operator_full_pass_duration_seconds 0.0\n" not in _operator_metrics(system),
+        timeout_s=60,
+    )
 
 
 def _pod_of_operator(system: Namespace) -> str:
@@ -263,23 +354,10 @@ def test_upgrade_with_other_values_restarts_the_operator_alone(
     helm(
         "upgrade", RELEASE, CHART, "--namespace", system.name, "--wait", "--timeout", "90s", values=values,
     )  # fmt: skip
-    until(
-        "the new operator is ready",
-        lambda: (
-            _pod_of_operator(system) != before
-            and is_ready(system.get("deployment", "larder-operator"))
-        ),
-        timeout_s=60,
-    )
     boards = system.get("configmap", "larder-dashboards")["data"]
     assert set(boards) == {"larder-agents.json", "larder-operator.json"}
     assert json.loads(boards["larder-agents.json"])["uid"] == "larder-agents"
-    # The new operator has been through all KVCaches, and nothing of them is another.
-    until(
-        "the new operator has made a full pass",
-        lambda: "larder_operator_full_pass_duration_seconds 0.0\n" not in _operator_metrics(system),
-        timeout_s=60,
-    )
+    _until_full_pass_of_another(system, before)
     assert _uids(team) == kept
 
 
@@ -296,42 +374,116 @@ def test_unknown_value_is_refused_before_anything_is_changed(
     assert all(revision["status"] != "failed" for revision in history)
 
 
-def test_uninstall_keeps_crd_and_kvcaches_and_what_they_run(
+@pytest.fixture(scope="module")
+def old_release(
     places: tuple[Namespace, Namespace],
     release: dict[str, Any],
     kept: tuple[str, str, str],
-    tmp_path: Path,
-) -> None:
-    """The release takes over the CRD, which lacks a column as an older one might, brings it up to date, and goes."""
-    system, team = places
-    values = {**release, "crds": {"enabled": True}}
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, Any]]:
+    """A version before of the chart, installed with its CRD instead of the release; its values.
+
+    The CRD is that of the cluster, narrowed by what nobody uses; afterwards it belongs to whom it belonged before.
+    """
+    system, _ = places
     crd = json.loads(kubectl("get", "crd", CRD, "-o", "json"))
-    owner = crd["metadata"].get("annotations", {})
-    columns = crd["spec"]["versions"][0]["additionalPrinterColumns"]
-    path = "/spec/versions/0/additionalPrinterColumns"
-    older = [{"op": "replace", "path": path, "value": columns[:-1]}]
-    kubectl("patch", "crd", CRD, "--type=json", "-p", json.dumps(older))
+    package = _package_of_an_old_version(tmp_path_factory.mktemp("chart"))
+    helm("uninstall", RELEASE, "--namespace", system.name, "--wait")
+    values = {**release, "crds": {"enabled": True}}
     try:
         helm(
-            "upgrade", RELEASE, CHART, "--namespace", system.name, "--take-ownership", "--force-conflicts",
+            "install", RELEASE, package, "--namespace", system.name, "--take-ownership", "--force-conflicts",
             "--wait", "--timeout", "90s", values=values,
         )  # fmt: skip
-        upgraded = json.loads(kubectl("get", "crd", CRD, "-o", "json"))
-        assert upgraded["spec"]["versions"][0]["additionalPrinterColumns"] == columns
-        assert upgraded["metadata"]["uid"] == crd["metadata"]["uid"]
-        assert upgraded["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
-        assert _uids(team) == kept
-
-        helm("uninstall", RELEASE, "--namespace", system.name, "--wait")
-
-        assert system.find("deployment", "larder-operator") is None
-        assert team.find("role", "larder-operator") is None
-        left = json.loads(kubectl("get", "crd", CRD, "-o", "json"))
-        assert left["metadata"]["uid"] == crd["metadata"]["uid"]
-        assert "deletionTimestamp" not in left["metadata"]
-        assert _uids(team) == kept
+        yield values
     finally:
-        _give_back_crd(owner)
+        _give_back_crd(crd["metadata"])
+
+
+@pytest.fixture(scope="module")
+def carried(
+    places: tuple[Namespace, Namespace], old_release: dict[str, Any]
+) -> tuple[str, str, str]:
+    """UIDs of a KVCache that was made under the version before, of its engines' Deployment and of their pod."""
+    _, team = places
+    team.apply(CARRIED)
+    until(
+        "the engine runs",
+        lambda: is_ready(team.get("deployment", "carried-decode")),
+        timeout_s=90,
+    )
+    return _uids_of_carried(team)
+
+
+def test_upgrade_from_the_version_before_keeps_what_runs(
+    places: tuple[Namespace, Namespace],
+    old_release: dict[str, Any],
+    kept: tuple[str, str, str],
+    carried: tuple[str, str, str],
+) -> None:
+    """The newer version brings its CRD and other default images, which exist nowhere: no engine takes one."""
+    system, team = places
+    assert _version_of(system) == OLD_VERSION
+    old = json.loads(kubectl("get", "crd", CRD, "-o", "json"))
+    newer = yaml.safe_load(Path(CHART, "files", "kvcaches.yaml").read_text())
+    assert _columns_of(old) == _columns_of(newer)[:-1]
+    applied = {
+        **CARRIED,
+        "spec": {**CARRIED["spec"], "service": {"annotations": {"whose": "ours"}}},
+    }
+    with pytest.raises(CommandFailed, match=r"spec\.service\.annotations: field not declared"):
+        team.apply(applied)
+
+    images = {
+        **old_release["images"],
+        **{
+            name: {**old_release["images"][name], "tag": "of-the-newer-version"}
+            for name in ("payload", "engineCpu", "engineCuda")
+        },
+    }
+    before = _pod_of_operator(system)
+    helm(
+        "upgrade", RELEASE, CHART, "--namespace", system.name, "--wait", "--timeout", "90s",
+        values={**old_release, "images": images},
+    )  # fmt: skip
+    assert _version_of(system) != OLD_VERSION
+    upgraded = json.loads(kubectl("get", "crd", CRD, "-o", "json"))
+    assert upgraded["metadata"]["uid"] == old["metadata"]["uid"]
+    assert _columns_of(upgraded) == _columns_of(newer)
+    _until_full_pass_of_another(system, before)
+    assert _uids(team) == kept
+    assert _uids_of_carried(team) == carried
+
+    until("the new field is admitted", lambda: team.apply(applied) is None, timeout_s=20)
+    until(
+        "the new operator does what it says",
+        lambda: team.get("service", "carried")["metadata"]["annotations"]["whose"] == "ours",
+        timeout_s=30,
+    )
+    assert _uids_of_carried(team) == carried
+
+
+def test_uninstall_keeps_crd_and_kvcaches_and_what_they_run(
+    places: tuple[Namespace, Namespace],
+    old_release: dict[str, Any],
+    kept: tuple[str, str, str],
+    carried: tuple[str, str, str],
+) -> None:
+    """Of a release that the CRD belongs to."""
+    system, team = places
+    crd = json.loads(kubectl("get", "crd", CRD, "-o", "json"))
+    assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert crd["metadata"]["annotations"]["meta.helm.sh/release-namespace"] == system.name
+
+    helm("uninstall", RELEASE, "--namespace", system.name, "--wait")
+
+    assert system.find("deployment", "larder-operator") is None
+    assert team.find("role", "larder-operator") is None
+    left = json.loads(kubectl("get", "crd", CRD, "-o", "json"))
+    assert left["metadata"]["uid"] == crd["metadata"]["uid"]
+    assert "deletionTimestamp" not in left["metadata"]
+    assert _uids(team) == kept
+    assert _uids_of_carried(team) == carried
 
 
 def test_kvcache_goes_with_all_that_it_runs_also_without_operator(
@@ -340,12 +492,13 @@ def test_kvcache_goes_with_all_that_it_runs_also_without_operator(
     """After the test above: nobody is there who could remove a finalizer."""
     _, team = places
     team.delete("kvcache", "kept")
+    team.delete("kvcache", "carried")
     until(
         "everything of the KVCache is gone",
         lambda: (
             not team.list(
                 "kvcaches,statefulsets,daemonsets,services,configmaps,secrets,pods",
-                "app.kubernetes.io/instance=kept",
+                "app.kubernetes.io/instance in (kept, carried)",
             )
             and team.find("kvcache", "kept") is None
         ),
@@ -353,15 +506,12 @@ def test_kvcache_goes_with_all_that_it_runs_also_without_operator(
     )
 
 
-def _give_back_crd(owner: dict[str, str]) -> None:
-    """Annotations as they were, and the file's content; the next owner is whoever had it before."""
-    names = (
-        "helm.sh/resource-policy",
-        "meta.helm.sh/release-name",
-        "meta.helm.sh/release-namespace",
-    )
-    changes = [f"{name}={owner[name]}" if name in owner else f"{name}-" for name in names]
-    kubectl("annotate", "crd", CRD, "--overwrite", *changes)
+def _give_back_crd(metadata: dict[str, Any]) -> None:
+    """The file's content, with labels and annotations as they were: they say to Helm who owns it."""
+    document = yaml.safe_load(Path(CHART, "files", "kvcaches.yaml").read_text())
+    for field in ("labels", "annotations"):
+        document["metadata"][field] = metadata.get(field, {})
     kubectl(
-        "apply", "--server-side", "--force-conflicts", "--field-manager=helm", "-f", f"{CHART}/files/kvcaches.yaml",
+        "apply", "--server-side", "--force-conflicts", "--field-manager=helm", "-f", "-",
+        stdin=yaml.safe_dump(document),
     )  # fmt: skip
