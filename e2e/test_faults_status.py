@@ -171,7 +171,7 @@ SLOW = engines_alone(
 )
 BARE = kvcache("bare", {"prefill": {"template": stand_in("ready")}})
 SECRETIVE = engines_alone("secret", {"model": {"tokenSecretRef": {"name": "hugging"}}})
-STUCK = engines_alone("stuck", {"engine": {"startupTimeoutSeconds": 600}})
+STUCK = engines_alone("stuck", {"engine": {"startupTimeoutSeconds": 3600}})
 MONITORED = engines_alone("monitored", {"decode": None, "podMonitor": {}})
 API_KEY = f"key-{token_hex(16)}"
 KEYED = kvcache(
@@ -266,7 +266,7 @@ def test_pod_monitor_is_left_out_where_nobody_knows_the_kind(faults, pod_monitor
 
 
 def test_engine_that_a_new_version_does_not_replace(faults):
-    """The operator allows ten minutes and more. Paused, it leaves a shorter deadline as it is, and goes on to look."""
+    """The operator allows what an engine may take and ten minutes. Paused, it leaves a shorter deadline as it is."""
     faults.until_condition("stuck", "EnginesReady", "True", timeout_s=120)
     faults.patch("kvcache", "stuck", {"spec": {"decode": {"template": stand_in("never")}}})
     faults.until_condition("stuck", "EnginesReady", "False", "RollingOut", timeout_s=60)
@@ -777,8 +777,8 @@ def test_probe_with_an_api_key_verifies_and_never_shows_the_key(faults, installa
         "the operator's log": installation.kubectl(
             "logs", "deployment/larder-operator", "--all-containers"
         ),
-        "the agents' logs": faults.kubectl(
-            "logs", "-l", "app.kubernetes.io/component=cache", "--tail=-1", "--all-containers"
+        "the logs of its pods": faults.kubectl(
+            "logs", "-l", "app.kubernetes.io/instance=keyed", "--tail=-1", "--all-containers"
         ),
     }
     assert "name=keyed" in shown["the operator's log"]
