@@ -151,7 +151,7 @@ def running(folder: Path, *namespaces: str, **settings: Any) -> Iterator[Operato
 
 
 def audited(since: datetime, *namespaces: str) -> list[str]:
-    """Writes by operators in these namespaces since a moment: "verb resource/name". Renewals of leases left out."""
+    """Writes by operators in namespaces since a moment: "verb resource/name URI by user". No renewals of leases."""
     found = []
     with AUDIT_LOG.open(encoding="utf-8") as file:
         for line in file:
@@ -170,6 +170,7 @@ def audited(since: datetime, *namespaces: str) -> list[str]:
                 continue
             found.append(
                 f"{entry['verb']} {about.get('resource')}/{about.get('name')} {entry['requestURI']}"
+                f" by {entry['user']['username']}"
             )
     return found
 
