@@ -732,7 +732,7 @@ def test_full_redis_is_told_and_heals(faults, small_redis):
     faults.until_condition("full", "RedisReady", "True", timeout_s=60)
 
 
-def test_pod_monitor_comes_and_goes_with_its_kind(faults, pod_monitors):
+def test_pod_monitor_comes_with_its_kind(faults, pod_monitors):
     monitor = until("a PodMonitor", lambda: faults.find("podmonitor", "monitored"), timeout_s=90)
     (owner,) = monitor["metadata"]["ownerReferences"]
     assert owner["uid"] == faults.get("kvcache", "monitored")["metadata"]["uid"]
@@ -752,15 +752,6 @@ def test_pod_monitor_comes_and_goes_with_its_kind(faults, pod_monitors):
     )
     kubectl("delete", "crd", pod_monitors["metadata"]["name"])
     faults.patch("kvcache", "monitored", {"spec": {"podMonitor": {"labels": {"team": "a"}}}})
-    seen = faults.get("kvcache", "monitored")["metadata"]["generation"]
-    until(
-        "the operator accepts the resource without its PodMonitor",
-        lambda: (
-            faults.get("kvcache", "monitored")["status"]["observedGeneration"] == seen
-            and faults.conditions("monitored")["Accepted"]["status"] == "True"
-        ),
-        timeout_s=90,
-    )
 
 
 def test_probe_with_an_api_key_verifies_and_never_shows_the_key(faults, installation):
@@ -812,6 +803,18 @@ def test_redis_heals_when_its_secret_is_corrected(faults):
 def test_redis_heals_when_its_authority_is_given(faults):
     condition = faults.until_condition("encrypted", "RedisReady", "True", timeout_s=90)
     assert "(TLS) answers" in condition["message"]
+
+
+def test_resource_is_accepted_when_the_kind_is_gone(faults):
+    seen = faults.get("kvcache", "monitored")["metadata"]["generation"]
+    until(
+        "the operator accepts the resource without its PodMonitor",
+        lambda: (
+            faults.get("kvcache", "monitored")["status"]["observedGeneration"] == seen
+            and faults.conditions("monitored")["Accepted"]["status"] == "True"
+        ),
+        timeout_s=90,
+    )
 
 
 def test_engine_that_loaded_for_too_long(faults):
