@@ -667,18 +667,16 @@ def test_autoscaler_adds_a_decode_engine_while_we_reconcile(place, load, one_rol
 FILL_SCRIPT = """
 import os, pathlib, time
 for found in pathlib.Path("/proc").glob("[0-9]*"):
-    try:
-        if b"VLLM::Worker" in (found / "cmdline").read_bytes():
-            (found / "oom_score_adj").write_text("1000")
-    except OSError:
-        continue
-held = []
-for _ in range(80):
-    held.append(b"x" * (64 << 20))
-    time.sleep(0.01)
-time.sleep(60)
+    if (found / "cmdline").read_bytes().startswith(b"VLLM::Worker"):
+        (found / "oom_score_adj").write_text("1000")
+for _ in range(12):
+    if not os.fork():
+        held = b"x" * (512 << 20)
+        time.sleep(60)
+        os._exit(0)
+os.wait()
 """
-"""Points the kernel to the engine's worker: else it would kill this script, which is larger by then."""
+"""Points the kernel to the engine's worker; of many, since it would kill whatever is larger than that all the same."""
 
 
 def test_decode_engine_killed_for_memory_under_load(place, load, two_rolled):

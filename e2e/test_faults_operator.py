@@ -130,7 +130,8 @@ def test_operator_of_the_cluster_leaves_a_namespace_to_its_own(
     assert team.conditions("left")["Accepted"]["reason"] == "Forbidden"
 
     helm("uninstall", RELEASE, "--namespace", system.name, "--wait")
-    team.until_condition("left", "Accepted", "True", timeout_s=90)
+    # It might have been a restart, which is waited for.
+    team.until_condition("left", "Accepted", "True", timeout_s=150)
     assert team.find("statefulset", "left-redis")
     assert f"the other operator went namespace={team.name}" in log_of(everywhere)
 

@@ -164,7 +164,11 @@ class Lease:
 
 class Others:
     """Operators that have a namespace of their own, for one that watches the whole cluster as `identity`. A namespace
-    is looked at when it is asked for, at most every `again_s` seconds."""
+    is looked at when it is asked for, at most every `again_s` seconds.
+
+    A namespace whose Lease is free is left alone for another `gone_after_s` seconds: its operator may only be restarting,
+    and two that take turns within seconds would undo each other's work.
+    """
 
     def __init__(
         self,
@@ -172,13 +176,17 @@ class Others:
         identity: str,
         *,
         again_s: float = 5.0,
+        gone_after_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster = cluster
         self._identity = identity
         self._again_s = again_s
+        self._gone_after_s = gone_after_s
         self._clock = clock
         self._leases: dict[str, Lease] = {}
+        self._held: dict[str, tuple[float, str]] = {}
+        """When a namespace was last seen to be held, and by whom."""
         self._known: dict[str, tuple[float, str]] = {}
 
     async def holder(self, namespace: str) -> str:
@@ -193,6 +201,11 @@ class Others:
             found = await lease.look()
         except Forbidden:
             found = ""  # rules of an older chart
+        if found:
+            self._held[namespace] = (self._clock(), found)
+        elif namespace in self._held:
+            seen_at, holder = self._held[namespace]
+            found = holder if self._clock() - seen_at < self._gone_after_s else ""
         if found != known:
             log.warning(
                 "%s namespace=%s holder=%s lease=%s",

@@ -38,7 +38,7 @@ class Chunks:
     def __init__(
         self, transfer_config: str, *, data_plane: DataPlane, protocol: int | None
     ) -> None:
-        """Stand-ins with chunks of one size have one namespace. `protocol` is for a connector of another time, None for ours."""
+        """Stand-ins with chunks of one size have one namespace. `protocol`: None is ours, else one of another time."""
         if protocol is not None:
             # As every connector it speaks the one before, too.
             session.PROTOCOL_VERSION, session.OLDEST_PROTOCOL_VERSION = protocol, protocol - 1
