@@ -19,7 +19,7 @@ from pathlib import Path
 
 STOP = Path("/tmp/stop")
 TIMEOUT_S = 60
-PAUSE_S = 0.3
+PAUSE_S = 0.7
 """Between requests without end: the cores that answer them have engines to start, too."""
 printing = threading.Lock()
 

@@ -102,7 +102,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests that look inside nodes need the bundled cluster; those of real engines come last, rough ones at the end.
 
     Late ones come after all others without real engines: their resources live as long as the run.
-    What is marked slow is tried with LARDER_E2E_SLOW only.
+    What is marked slow is tried with LARDER_E2E_SLOW only: what stand-ins show in CI, with real engines.
     """
     if not os.environ.get("LARDER_E2E_SLOW"):
         config.hook.pytest_deselected(

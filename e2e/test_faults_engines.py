@@ -627,17 +627,20 @@ def sessions(namespace: Namespace) -> list[tuple[str, Document]]:
 
 
 @pytest.fixture
-def one_rolled(place: Namespace) -> None:
-    """As the test above leaves it."""
-    put(place, rolled())
-    until_settled(place, START_S)
+def rolled_out(place: Namespace) -> None:
+    """As the test above leaves it. Waits for nothing if it is so."""
+    decode = place.get("kvcache", NAME)["spec"]["decode"]
+    if "template" not in decode or decode["args"] != example()["decode"]["args"]:
+        put(place, rolled())
+        until_settled(place, START_S)
 
 
 @pytest.fixture
-def two_rolled(one_rolled: None, place: Namespace) -> None:
-    """As the test below leaves it: one decode engine on each node."""
-    place.kubectl("scale", f"deployment/{NAME}-decode", "--replicas=2")
-    until_scaled(place)
+def scaled(rolled_out: None, place: Namespace) -> None:
+    """As the test below leaves it: one decode engine on each node. Waits for nothing if they are asked for."""
+    if place.get("deployment", f"{NAME}-decode")["spec"]["replicas"] != 2:
+        place.kubectl("scale", f"deployment/{NAME}-decode", "--replicas=2")
+        until_scaled(place)
 
 
 def until_scaled(namespace: Namespace) -> None:
@@ -647,7 +650,7 @@ def until_scaled(namespace: Namespace) -> None:
     )
 
 
-def test_autoscaler_adds_a_decode_engine_while_we_reconcile(place, load, one_rolled):
+def test_autoscaler_adds_a_decode_engine_while_we_reconcile(place, load, rolled_out):
     """As an HPA does it, by the scale subresource; the resource says Ready all the time, since one engine serves."""
     kept = identities(place, "prefill", "decode")
     with Story(place) as story, load() as running:
@@ -679,8 +682,8 @@ os.wait()
 """Points the kernel to the engine's worker; of many, since it would kill whatever is larger than that all the same."""
 
 
-def test_decode_engine_killed_for_memory_under_load(place, load, two_rolled):
-    """The kernel kills the engine's worker; the other decode engine answers meanwhile."""
+def test_decode_engine_killed_for_memory_under_load(place, load, scaled):
+    """The kernel kills the engine's worker; the other decode engine answers. The next test goes on from there."""
     (prefill,) = place.pods(NAME, "prefill")
     victim = next(pod for pod in place.pods(NAME, "decode") if node_of(pod) != node_of(prefill))
     with Story(place) as story, load() as running:
@@ -693,7 +696,6 @@ def test_decode_engine_killed_for_memory_under_load(place, load, two_rolled):
             f"limit {MEMORY_LIMIT}",
             timeout_s=WAIT_S,
         )
-        place.until_condition(NAME, "EnginesReady", "True", timeout_s=START_S)
     assert_unharmed(running.answers)
     after = place.get("pod", pod_name(victim))
     assert after["metadata"]["uid"] == victim["metadata"]["uid"]
@@ -709,6 +711,48 @@ def fill(namespace: Namespace, pod: str) -> None:
         namespace.kubectl("exec", pod, "-c", "vllm", "--", *script)
     except CommandFailed:
         return
+
+
+def test_drain_of_each_node_under_load(place, load, assert_hits, scaled):
+    """First the node with decode alone: nobody notices. Then that of prefill, which is the only one of its role.
+
+    The first may have an engine that the kernel killed a moment ago: it is evicted all the same.
+    """
+    (prefill,) = place.pods(NAME, "prefill")
+    first = next(
+        node_of(pod) for pod in place.pods(NAME, "decode") if node_of(pod) != node_of(prefill)
+    )
+    with load() as running, drained(first):
+        assert {node_of(pod) for pod in place.pods(NAME) if is_evictable(pod)} == {node_of(prefill)}
+    assert_unharmed(running.answers)
+    until_settled(place, START_S)
+
+    with Story(place) as story, load() as running:
+        with drained(node_of(prefill)):
+            story.until_told("EnginesReady", "False", "", "prefill 0/1")
+        until_settled(place, START_S)
+    assert_honest(running.answers)
+    assert [answer for answer in running.answers if answer.status == 503]
+    assert running.answers[-1].status == 200
+    assert_hits()
+
+
+def is_evictable(pod: Document) -> bool:
+    owners = pod["metadata"].get("ownerReferences", ())
+    return "nodeName" in pod["spec"] and all(owner["kind"] != "DaemonSet" for owner in owners)
+
+
+@contextmanager
+def drained(node: str) -> Iterator[None]:
+    """A node without our pods, and closed to new ones. Budgets are respected: kubectl waits for them."""
+    try:
+        kubectl(
+            "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=200s",
+            f"--pod-selector=app.kubernetes.io/instance={NAME}", timeout_s=220,
+        )  # fmt: skip
+        yield
+    finally:
+        kubectl("uncordon", node)
 
 
 CERTIFICATE_SCRIPT = """
@@ -756,48 +800,10 @@ def certificates(namespace: Namespace) -> dict[str, str]:
     return shown
 
 
-def test_drain_of_each_node_under_load(place, load, assert_hits, two_rolled):
-    """First the node with decode alone: nobody notices. Then that of prefill, which is the only one of its role."""
-    (prefill,) = place.pods(NAME, "prefill")
-    first = next(
-        node_of(pod) for pod in place.pods(NAME, "decode") if node_of(pod) != node_of(prefill)
-    )
-    with load() as running, drained(first):
-        assert {node_of(pod) for pod in place.pods(NAME) if is_evictable(pod)} == {node_of(prefill)}
-    assert_unharmed(running.answers)
-    until_settled(place, START_S)
-
-    with Story(place) as story, load() as running:
-        with drained(node_of(prefill)):
-            story.until_told("EnginesReady", "False", "", f"deployment/{NAME}-prefill")
-        until_settled(place, START_S)
-    assert_honest(running.answers)
-    assert [answer for answer in running.answers if answer.status == 503]
-    assert running.answers[-1].status == 200
-    assert_hits()
+# Another layout, and an API key: test_faults_sessions.py and test_faults_status.py show both with stand-ins
 
 
-def is_evictable(pod: Document) -> bool:
-    owners = pod["metadata"].get("ownerReferences", ())
-    return "nodeName" in pod["spec"] and all(owner["kind"] != "DaemonSet" for owner in owners)
-
-
-@contextmanager
-def drained(node: str) -> Iterator[None]:
-    """A node without our pods, and closed to new ones. Budgets are respected: kubectl waits for them."""
-    try:
-        kubectl(
-            "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=200s",
-            f"--pod-selector=app.kubernetes.io/instance={NAME}", timeout_s=220,
-        )  # fmt: skip
-        yield
-    finally:
-        kubectl("uncordon", node)
-
-
-# Another layout, and an API key
-
-
+@pytest.mark.slow
 def test_decode_of_another_layout_is_told_field_by_field(place, endpoint):
     """Nothing can be handed over then: decode computes for itself, and status says which field keeps it from it."""
     put(place, resource(replicas=1, args=["--dtype=bfloat16"]))
@@ -826,6 +832,7 @@ class ProbePods(KubectlWatch):
         self.images.append(line)
 
 
+@pytest.mark.slow
 def test_engines_with_an_api_key_are_proven_by_a_pod_that_mounts_it(place, endpoint, installation):
     """Prefill follows to the other layout: a pair that nobody knows. The operator may not read the key's Secret."""
     place.apply(

@@ -192,6 +192,24 @@ def test_shared_memory_that_was_asked_for_and_is_not_used(sessions):
     sessions.patch("kvcache", FLOW, {"spec": {"cache": {"transport": "Auto"}}})
     until_handed_over(sessions, FLOW, "True", "FallbackStream", is_read=True)
     assert {pod["metadata"]["uid"] for pod in sessions.pods(FLOW)} == before
+
+
+def test_decode_of_another_layout_is_told_field_by_field(sessions):
+    sessions.patch("kvcache", FLOW, {"spec": {"decode": {"template": stand_in("half")}}})
+    condition = sessions.until_condition(
+        FLOW,
+        "TransferVerified",
+        "False",
+        "LayoutMismatch",
+        containing=[
+            "prefill and decode store different KV",
+            "dtype: prefill float32, decode bfloat16",
+        ],
+    )
+    # Fields that are equal are not told.
+    assert "shard_bytes" not in condition["message"]
+    assert problem(sessions, FLOW, "LayoutMismatch")["object"] == f"kvcache/{FLOW}"
+    assert sessions.events(FLOW, "LayoutMismatch")
     sessions.delete("kvcache", FLOW)
 
 

@@ -57,9 +57,7 @@ def _refs(*, shared_memory: bool = True) -> Refs:
         pod_monitor_known=True,
         redis_password="p",
         router_key="k",
-        tls=TlsMaterial(
-            {"key": "a"}, "bundle", dict.fromkeys(("agent", "engine"), pair)
-        ),
+        tls=TlsMaterial({"key": "a"}, "bundle", dict.fromkeys(("agent", "engine"), pair)),
     )
 
 

@@ -488,7 +488,7 @@ CASES = [
             'daemonsets.apps "demo-cache" is forbidden: User "system:serviceaccount:larder-system:larder-operator" cannot patch '
             'resource "daemonsets" in API group "apps" in the namespace "serving"', "cache",
         ),
-        "Accepted", "False", "Forbidden", "cannot patch daemonsets.apps in serving: upgrade the chart's ClusterRole",
+        "Accepted", "False", "Forbidden", "cannot patch daemonsets.apps in serving: upgrade the chart, which permits it (rbac.create)",
         True, ("Forbidden",), problems=("daemonset/demo-cache",),
     ),
     # 16

@@ -166,8 +166,8 @@ class Others:
     """Operators that have a namespace of their own, for one that watches the whole cluster as `identity`. A namespace
     is looked at when it is asked for, at most every `again_s` seconds.
 
-    A namespace whose Lease is free is left alone for another `gone_after_s` seconds: its operator may only be restarting,
-    and two that take turns within seconds would undo each other's work.
+    A namespace whose Lease is free is left alone for another `gone_after_s` seconds: its operator may only be
+    restarting, and two that take turns within seconds would undo each other's work.
     """
 
     def __init__(

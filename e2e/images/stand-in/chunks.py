@@ -36,9 +36,11 @@ class Chunks:
     """One engine's side of the cache, in the role that the operator's --kv-transfer-config gives."""
 
     def __init__(
-        self, transfer_config: str, *, data_plane: DataPlane, protocol: int | None
+        self, transfer_config: str, *, data_plane: DataPlane, protocol: int | None, dtype: str
     ) -> None:
-        """Stand-ins with chunks of one size have one namespace. `protocol`: None is ours, else one of another time."""
+        """Stand-ins of one `dtype` with chunks of one size have one namespace. `protocol`: None is ours, else one of
+        another time.
+        """
         if protocol is not None:
             # As every connector it speaks the one before, too.
             session.PROTOCOL_VERSION, session.OLDEST_PROTOCOL_VERSION = protocol, protocol - 1
@@ -46,7 +48,7 @@ class Chunks:
         self.role = Role[told["role"].upper()]
         self._tokens_per_chunk = told.get("tokens_per_chunk", TOKENS_PER_CHUNK)
         self._space = build_namespace(
-            {"model": "stand-in"},
+            {"model": "stand-in", "dtype": dtype},
             tokens_per_chunk=self._tokens_per_chunk,
             groups=[GroupShape("full", num_shards=1, shard_bytes=SHARD_BYTES)],
         )

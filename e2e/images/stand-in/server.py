@@ -6,6 +6,7 @@ cached   as ready, once the agent has taken its session, and answers completions
          must show the key of STAND_IN_KEY, else of VLLM_API_KEY, when there is one; `"read": false` in a request has
          what is found left unread
 streams  as cached, and does without shared memory
+half     as cached, and its pages are of another dtype than those of the others
 stranger as cached, but ready at once, and it speaks a protocol that no agent does
 crash    ends at once with status 1
 memory   takes memory until the kernel ends it
@@ -82,12 +83,13 @@ if __name__ == "__main__":
         taken = []
         while True:
             taken.append(b"x" * (8 << 20))
-    if MODE in ("cached", "streams", "stranger"):
+    if MODE in ("cached", "streams", "half", "stranger"):
         from vllm.entrypoints.openai.chunks import Chunks
 
         chunks = Chunks(
             site.kv_transfer_config,
             data_plane="stream" if MODE == "streams" else "auto",
             protocol=99 if MODE == "stranger" else None,
+            dtype="bfloat16" if MODE == "half" else "float32",
         )
     ThreadingHTTPServer((site.host, site.port), Server).serve_forever()

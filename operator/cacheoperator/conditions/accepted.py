@@ -25,6 +25,7 @@ KINDS = {
         "PodDisruptionBudget", "DaemonSet", "Deployment", "StatefulSet", "PodMonitor",
     )
 }  # fmt: skip
+PERMISSION_REMEDY = "upgrade the chart, which permits it (rbac.create)"
 FORBIDDEN = re.compile(
     r'cannot (?P<verb>\S+) resource "(?P<resource>[^"]+)" in API group "(?P<group>[^"]*)"'
     r'(?: in the namespace "(?P<namespace>[^"]+)")?'
@@ -208,10 +209,12 @@ def _message(error: ApplyError, scene: Scene) -> str:
     if reason is Reason.FORBIDDEN:
         found = FORBIDDEN.search(said)
         if found is None:
-            return f"cannot {error.verb} {error.object} in {namespace}: upgrade the chart's ClusterRole ({said})"
+            return (
+                f"cannot {error.verb} {error.object} in {namespace}: {PERMISSION_REMEDY} ({said})"
+            )
         group = f".{found['group']}" if found["group"] else ""
         where = f" in {found['namespace']}" if found["namespace"] else ""
-        return f"cannot {found['verb']} {found['resource']}{group}{where}: upgrade the chart's ClusterRole"
+        return f"cannot {found['verb']} {found['resource']}{group}{where}: {PERMISSION_REMEDY}"
     if reason is Reason.QUOTA_EXCEEDED:
         return f"{error.object}: {said}: raise the quota of namespace {namespace}, or ask for less"
     if error.verb == "delete":
