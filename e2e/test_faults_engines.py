@@ -405,8 +405,8 @@ def test_password_rotated_and_operator_away_for_a_minute(place, installation, lo
             ),
             timeout_s=WAIT_S,
         )
-        # Told while it restarts, and as AuthFailed until the kubelets have shown the agents the new one.
-        story.until_told("RedisReady", "False", "Starting", f"{NAME}-redis")
+        # Told while it is replaced, and as AuthFailed until the kubelets have shown the agents the new one.
+        story.until_told("RedisReady", "False", "RollingOut", f"statefulset/{NAME}-redis")
         with away(installation):
             left = time.monotonic()
             until(
