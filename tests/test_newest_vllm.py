@@ -520,6 +520,8 @@ def names_of_other_libraries() -> set[str]:
                 modules = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module:
                 modules = [node.module]
+                if node.module == "importlib":
+                    modules += [f"importlib.{alias.name}" for alias in node.names]
             for name in modules:
                 if name.split(".")[0] not in ("cacheservice", "vllm"):
                     module = importlib.import_module(name)
