@@ -1,6 +1,7 @@
 """What the operator is told: one frozen record, built once from flags and environment by `__main__`.
 
-Invariant: nothing of it but images enters a pod template, so that another version of the operator rolls no pod.
+Invariant: nothing of it but images and their pull policy enters a pod template, so that another version of the operator
+rolls no pod.
 """
 
 from __future__ import annotations

@@ -345,6 +345,8 @@ def _leaves(path: str, value: object) -> Iterable[tuple[str, str]]:
     elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
         for number, item in enumerate(value):
             yield from _leaves(f"{path}[{number}]", item)
+    elif isinstance(value, float) and value.is_integer():
+        yield path, str(int(value))
     else:
         yield path, str(value)
 
