@@ -11,7 +11,7 @@ from typing import Any
 from apply_model import Server, values_of
 from cacheoperator.cluster import Applied
 from cacheoperator.errors import ClusterError, Conflict
-from cacheoperator.kinds import LEASE, POD, SECRET, Kind, child_kinds
+from cacheoperator.kinds import LEASE, POD, POD_MONITOR, SECRET, Kind, child_kinds
 from cacheoperator.names import FIELD_MANAGER
 from cacheoperator.watch import Key, Stored, store
 
@@ -171,7 +171,7 @@ def conflicts(server: Server, manager: str, wanted: Mapping[str, Any]) -> bool:
 
 
 class FakeWatched:
-    """What kopf would have seen: all but Secrets, as of the last `look`."""
+    """What kopf would have seen: all but Secrets and PodMonitors, as of the last `look`."""
 
     def __init__(self, cluster: FakeCluster) -> None:
         self._cluster = cluster
@@ -185,13 +185,16 @@ class FakeWatched:
         for id_ in self._cluster.servers:
             body = self._cluster.body(id_)
             kind = kinds_by_name[id_[0]]
-            if body is not None and kind != SECRET:
+            if body is not None and kind not in (SECRET, POD_MONITOR):
                 self._seen.append(store(kind, body))
         for uid in before - {child.uid for child in self._seen}:
             self.note_deleted(uid)
 
     def note_deleted(self, uid: str) -> None:
         self.deleted[uid] = None
+
+    def is_served(self, kind: Kind) -> bool:
+        return kind in self.unwatched
 
     def children(self, key: Key) -> Iterator[Stored]:
         yield from (child for child in self._seen if child.namespace == key[0])

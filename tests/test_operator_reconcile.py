@@ -50,7 +50,6 @@ class Watched(FakeWatched):
     def __init__(self, cluster: ApiServer) -> None:
         super().__init__(cluster)
         self._api = cluster
-        self.served: set[Kind] = set()
 
     def kvcache(self, key: Key) -> Stored | None:
         return None if self._api.resource is None else store(KVCACHE, self._api.resource)
@@ -61,9 +60,6 @@ class Watched(FakeWatched):
     def nodes(self) -> None:
         return None
 
-    def is_served(self, kind: Kind) -> bool:
-        return kind in self.served
-
 
 class ApiServer(FakeCluster):
     """With the KVCache's status, and lists, which are empty."""
@@ -71,6 +67,7 @@ class ApiServer(FakeCluster):
     def __init__(self) -> None:
         super().__init__()
         self.version = 1000
+        self.gets: list[Kind] = []
         self.statuses: list[Json] = []
         self.resource: Json | None = {
             "apiVersion": "larder.dev/v1alpha1",
@@ -94,6 +91,7 @@ class ApiServer(FakeCluster):
         }
 
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Json | None:
+        self.gets.append(kind)
         return None if kind.kind == "Namespace" else await super().get(kind, namespace, name)
 
     async def list(self, kind: Kind, namespace: str, **_: Any) -> list[Json]:
@@ -333,10 +331,34 @@ def test_a_missing_kind_of_monitors_is_told_once_until_it_is_there() -> None:
         "NoMatchingNodes",
         "PodMonitorCRDMissing",
     ], "what keeps it from working comes first"
-    world.watched.served.add(POD_MONITOR)
+    world.watched.unwatched = frozenset({POD_MONITOR})
     world.round()
     assert len(world.api.statuses[-1]["problems"]) == 1
     assert "apply PodMonitor/demo larder-operator" in world.api.writes
+
+
+def test_monitors_that_are_not_wanted_any_more_go_though_they_are_not_watched() -> None:
+    """Also after a restart, when nobody remembers who made them; and what is ours no more is left alone."""
+    world = settled()
+    world.watched.unwatched = frozenset({POD_MONITOR})
+    assert world.api.resource is not None
+    spec, metadata = world.api.resource["spec"], world.api.resource["metadata"]
+    spec["podMonitor"] = {}
+    metadata["generation"] = 2
+    world.round()
+    world.api.catch_up()
+    assert world.api.body(("PodMonitor", "ns", "demo"))
+    world.restart()
+    del spec["podMonitor"]
+    metadata["generation"] = 3
+    world.round()
+    world.api.catch_up()
+    assert "delete PodMonitor/demo" in world.api.writes
+    assert world.api.body(("PodMonitor", "ns", "demo")) is None
+    world.round()
+    del world.api.gets[:]
+    world.round()
+    assert POD_MONITOR not in world.api.gets, "that it has gone is seen once"
 
 
 def test_a_restart_tells_what_changed_meanwhile_and_nothing_else() -> None:

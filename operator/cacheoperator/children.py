@@ -11,6 +11,7 @@ answer is an exception (Unreachable).
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import logging
@@ -24,8 +25,14 @@ from cacheoperator.cluster import Cluster, Json
 from cacheoperator.contests import History
 from cacheoperator.difference import difference, owned_fields, unowned
 from cacheoperator.errors import Broken, ClusterError, Conflict, Forbidden, Invalid, Unreachable
-from cacheoperator.kinds import DEPLOYMENT, SECRET, Kind, kind_of, workloads
-from cacheoperator.names import COMPONENT_LABEL, FIELD_MANAGER, KIND, authority_name
+from cacheoperator.kinds import DEPLOYMENT, POD_MONITOR, SECRET, Kind, kind_of, workloads
+from cacheoperator.names import (
+    COMPONENT_LABEL,
+    FIELD_MANAGER,
+    KIND,
+    authority_name,
+    pod_monitor_names,
+)
 from cacheoperator.observed import ApplyError, Contest
 from cacheoperator.owners import owners
 from cacheoperator.watch import Key, Stored, Watched, controller_uid, store
@@ -55,6 +62,8 @@ class Memory:
     """Of objects that someone else changed."""
     contests: dict[ObjectName, Contest] = field(default_factory=dict)
     """Of those in `histories` that are contested, what is contested."""
+    absent: set[ObjectName] = field(default_factory=set)
+    """Of what is not watched, what was not wanted and not there, or not ours: not looked for again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +154,8 @@ class Children:
         """Delete what this KVCache controls and does not want any more. Secrets are left to the owner's end."""
         outcome = Outcome()
         names = {(kind_of(obj), obj["metadata"]["name"]) for obj in wanted}
-        for (kind, name), child in self.live(key).items():
+        unwatched = await self._unwanted_pod_monitors(key, uid, names, memory)
+        for (kind, name), child in (*self.live(key).items(), *unwatched):
             if child.owner_uid != uid or (kind, name) in names:
                 continue
             if "deletionTimestamp" in child.load()["metadata"]:
@@ -170,6 +180,25 @@ class Children:
                 outcome.num_writes += 1
         memory.kept = _still(memory.kept, outcome)
         return outcome
+
+    async def _unwanted_pod_monitors(
+        self, key: Key, uid: str, wanted: set[ObjectName], memory: Memory
+    ) -> list[tuple[ObjectName, Stored]]:
+        """Ours that are there: an operator of before, or an earlier wish, may have made them."""
+        found = []
+        memory.absent -= wanted
+        for name in pod_monitor_names(key[1]):
+            title = (POD_MONITOR, name)
+            if title in wanted | memory.absent or not self._watched.is_served(POD_MONITOR):
+                continue
+            there = None
+            with contextlib.suppress(Forbidden):
+                there = await self._cluster.get(POD_MONITOR, key[0], name)
+            if there is None or controller_uid(there) != uid:
+                memory.absent.add(title)
+            else:
+                found.append((title, store(POD_MONITOR, there)))
+        return found
 
     async def find(
         self, key: Key, kind: Kind, name: str, live: Mapping[ObjectName, Stored]

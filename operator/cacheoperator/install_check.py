@@ -63,7 +63,8 @@ NEEDED = (
     Permission("policy", "poddisruptionbudgets", _OWN),
     Permission("rbac.authorization.k8s.io", "roles", _OWN),
     Permission("rbac.authorization.k8s.io", "rolebindings", _OWN),
-    Permission("monitoring.coreos.com", "podmonitors", _OWN),
+    # Never watched: their kind comes and goes with another product.
+    Permission("monitoring.coreos.com", "podmonitors", ("get", "create", "patch", "delete")),
     Permission("", "secrets", ("get", "create", "patch")),
     # Reading is what the router's Role gives away. Making: the dry run that tells whether pods may share memory, and
     # the short-lived pod that asks engines with an API key for the proof of transfer (spec.verify: Probe).

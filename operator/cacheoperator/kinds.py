@@ -68,10 +68,9 @@ watched_children = (
     Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings"),
     Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
     Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
-    POD_MONITOR,
 )
 workloads = (DEPLOYMENT, DAEMON_SET, STATEFUL_SET)
-child_kinds = (SECRET, *watched_children)
+child_kinds = (SECRET, *watched_children, POD_MONITOR)
 
 _by_name = {
     (kind.api_version, kind.kind): kind

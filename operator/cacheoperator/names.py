@@ -62,6 +62,11 @@ def workload_name(name: str, component: Component) -> str:
     return f"{name}-{component}"
 
 
+def pod_monitor_names(name: str) -> tuple[str, str]:
+    """For agents and engines, and for the router."""
+    return name, workload_name(name, Component.ROUTER)
+
+
 def connection_name(name: str) -> str:
     """ConfigMap for engines that others deploy."""
     return f"{name}-connection"

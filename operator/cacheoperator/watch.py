@@ -5,7 +5,9 @@ with server-side label selectors (`settings.watching.label_selectors`, kopf ≥ 
 over the wire. scanning is off: the kinds are known, and a namespaced install may not look at the cluster.
 
 Invariants: objects are kept packed (a cluster of 200 KVCaches has 5,000 children, whose dicts would take hundreds of
-MB); Secrets are never watched; kinds that may not be listed are in `unwatched`, and callers get them one by one.
+MB); Secrets are never watched; kinds that may not be listed are in `unwatched`, and callers get them one by one. So is
+PodMonitor, as its CRD comes and goes with another product: a watch that kopf has begun ends with its kind, and all of
+kopf with it.
 
 kopf lists anew after a long interruption and says nothing of what was deleted meanwhile, so each full pass compares
 the index with a list of names (`forget_deleted`).
@@ -193,6 +195,7 @@ class Watched:
                 log.info("nodes may not be listed: what depends on them is left out of status")
         self._kinds = tuple(allowed)
         self.unwatched = frozenset(unwatched)
+        await self._look_for_pod_monitors()
 
     async def forget_deleted(self) -> None:
         """Compare the indexes with lists of names and forget what is there no more."""
@@ -217,11 +220,12 @@ class Watched:
             if lost:
                 log.info("missed deletions kind=%s count=%d", kind.kind, len(lost))
                 self._deleted |= lost
-        if POD_MONITOR not in self._kinds:
-            # Its CRD comes and goes with Prometheus' operator. Where we watch it, kopf ends when it goes, and so do we.
-            is_served = await self._cluster.serves(POD_MONITOR)
-            others = self.unwatched - {POD_MONITOR}
-            self.unwatched = others | {POD_MONITOR} if is_served else others
+        await self._look_for_pod_monitors()
+
+    async def _look_for_pod_monitors(self) -> None:
+        is_served = await self._cluster.serves(POD_MONITOR)
+        others = self.unwatched - {POD_MONITOR}
+        self.unwatched = others | {POD_MONITOR} if is_served else others
 
     async def _forget_deleted_nodes(self) -> None:
         listed = await self._cluster.list(NODE, metadata_only=True)

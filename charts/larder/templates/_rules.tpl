@@ -30,7 +30,7 @@ each of them.
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [monitoring.coreos.com]
   resources: [podmonitors]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [get, create, patch, delete]
 # No list and no watch: it reads back its own Secrets by name, and never anybody else's.
 - apiGroups: [""]
   resources: [secrets]

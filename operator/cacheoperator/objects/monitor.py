@@ -26,11 +26,11 @@ def build(manifest: KVCacheManifest, refs: Refs, settings: Settings) -> list[Obj
         "values": [str(role) for role in _ROLES],
     }
     selector = {"matchLabels": ours, "matchExpressions": [has_role]}
-    monitors = [_monitor(manifest, refs, manifest.name, None, selector, "http")]
+    name, router = names.pod_monitor_names(manifest.name)
+    monitors = [_monitor(manifest, refs, name, None, selector, "http")]
     if manifest.decode is not None and manifest.router.type is not RouterType.NONE:
-        name = names.workload_name(manifest.name, Component.ROUTER)
         selector = {"matchLabels": names.selector_labels(manifest.name, Component.ROUTER)}
-        monitors.append(_monitor(manifest, refs, name, Component.ROUTER, selector, "metrics"))
+        monitors.append(_monitor(manifest, refs, router, Component.ROUTER, selector, "metrics"))
     return monitors
 
 
