@@ -12,20 +12,12 @@ from collections.abc import Iterator
 
 import pytest
 from live_cluster import Document, Namespace, NotYet, until
-from test_faults_status import (
-    applied,
-    credentials,
-    external,
-    kvcache,
-    problem,
-    redis_cli,
-    redis_server,
-    stand_in,
-)
+from redis_of_others import redis_cli, redis_server
+from stand_ins import applied, credentials, external, kvcache, problem, stand_in
 
 from cacheservice.core.protocol import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.beside]
 
 FLOW, STRANGE = "flow", "strange"
 TOKENS_PER_CHUNK = 16

@@ -6,121 +6,36 @@ test_faults_engines.py.
 
 from __future__ import annotations
 
-import copy
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from datetime import UTC, datetime, timedelta
+from collections.abc import Iterator
+from contextlib import ExitStack
 from secrets import token_hex
-from typing import Any
 
 import pytest
 import yaml
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 from live_cluster import Document, Namespace, is_ready, kubectl, reference, until
-from traffic import RESTRICTED, pod_is_ready, until_pod_ready
+from redis_of_others import certificate_for, keys, redis_cli, redis_server, ttl_s
+from stand_ins import (
+    NODE_TWO,
+    SILENT,
+    applied,
+    cache_alone,
+    credentials,
+    engines_alone,
+    external,
+    kvcache,
+    problem,
+    secret,
+    stand_in,
+)
+from traffic import pod_is_ready
 
-pytestmark = pytest.mark.timeout(400)
-
-NODE_ONE = {"larder.dev/e2e": "one"}
-NODE_TWO = {"larder.dev/e2e": "two"}
-SILENT = "10.96.200.200:6379"
-"""An address of no Service."""
-
-
-def kvcache(name: str, *changes: Mapping[str, Any]) -> Document:
-    """A resource that costs little: one agent and one engine, a stand-in that is ready at once, both on node1."""
-    document: Document = {
-        "apiVersion": "larder.dev/v1alpha1",
-        "kind": "KVCache",
-        "metadata": {"name": name},
-        "spec": {
-            "model": {"name": "stand-in", "path": "/nowhere"},
-            "engine": {"device": "cpu", "image": reference("stand-in"), "sharedMemory": "16Mi"},
-            "cache": {"cpu": "64Mi", "nodeSelector": dict(NODE_ONE)},
-            "redis": {"embedded": {"memory": "64Mi"}},
-            "router": {"type": "None"},
-            "decode": {"template": stand_in("ready")},
-        },
-    }
-    for change in changes:
-        _merge(document["spec"], change)
-    return document
-
-
-def external(address: str, secret: str = "", more: Mapping[str, Any] | None = None) -> Document:
-    reference_to = {"credentialsSecretRef": {"name": secret}} if secret else {}
-    given = {"address": address, **reference_to, **(more or {})}
-    return {"redis": {"embedded": None, "external": given}}
-
-
-def engines_alone(name: str, *changes: Mapping[str, Any]) -> Document:
-    """One without agents and without a Redis of its own, where they do not matter."""
-    elsewhere = {"cache": {"nodeSelector": {"rack": "seven"}}}
-    return kvcache(name, elsewhere, external(SILENT), *changes)
-
-
-def cache_alone(name: str, *changes: Mapping[str, Any]) -> Document:
-    """One without engines, where they do not matter."""
-    return kvcache(name, *changes, {"decode": None})
-
-
-def stand_in(mode: str, env: Mapping[str, str] | None = None, **container: Any) -> Document:
-    """A template for an engine: what the stand-in does, and on which node."""
-    told = {"STAND_IN": mode, **(env or {})}
-    return {
-        "spec": {
-            "nodeSelector": dict(NODE_ONE),
-            "containers": [
-                {
-                    "name": "vllm",
-                    "env": [{"name": name, "value": value} for name, value in told.items()],
-                    "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},
-                    **container,
-                }
-            ],
-        }
-    }
-
-
-def _merge(into: Document, change: Mapping[str, Any]) -> None:
-    for key, value in change.items():
-        if value is None:
-            into.pop(key, None)
-        elif isinstance(value, Mapping) and isinstance(into.get(key), dict) and key != "template":
-            _merge(into[key], value)
-        else:
-            into[key] = copy.deepcopy(value)
-
-
-@contextmanager
-def applied(namespace: Namespace, document: Document) -> Iterator[str]:
-    """The resource, for as long as a test needs it."""
-    name = document["metadata"]["name"]
-    namespace.apply(document)
-    try:
-        yield name
-    finally:
-        namespace.delete("kvcache", name)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.beside]
 
 
 @pytest.fixture(scope="module")
 def faults(installation: Namespace, namespaces: dict[str, Namespace]) -> Namespace:
     return namespaces["faults"]
-
-
-def problem(namespace: Namespace, name: str, reason: str) -> Document:
-    """The entry of status.problems with this reason."""
-    found = [
-        one
-        for one in namespace.get("kvcache", name)["status"]["problems"]
-        if one["reason"] == reason
-    ]
-    assert found, namespace.get("kvcache", name)["status"]["problems"]
-    return dict(found[0])
 
 
 # What takes a minute by its nature is begun first, and its end is looked at last.
@@ -459,9 +374,6 @@ def test_namespace_that_forbids_host_paths_gets_streams(installation, namespaces
 # Redis of others
 
 
-USERS = "user default off\nuser larder on >right ~* &* +@all\nuser weak on >right\n"
-
-
 @pytest.fixture(scope="module")
 def redis(faults: Namespace) -> Iterator[str]:
     """A Redis that is not ours: host:port. `larder` may do everything, `weak` nothing."""
@@ -477,95 +389,6 @@ def small_redis(faults: Namespace) -> Iterator[str]:
     with secret(faults, "small", certificate_for(f"small.{faults.name}.svc")):
         for address in redis_server(faults, "small", "8mb", tls_secret="small"):
             yield address.removesuffix(":6379")
-
-
-def redis_server(
-    namespace: Namespace, name: str, memory: str, *, tls_secret: str = ""
-) -> Iterator[str]:
-    namespace.apply(*redis_of_others(name, USERS, memory, tls_secret))
-    until_pod_ready(namespace, name, 60)
-    yield f"{name}.{namespace.name}.svc:6379"
-    namespace.delete("pod", name)
-    namespace.delete("service", name)
-
-
-def redis_of_others(name: str, users: str, memory: str, tls_secret: str) -> tuple[Document, ...]:
-    script = f"printf '{users}' > /tmp/users; exec redis-server --aclfile /tmp/users --maxmemory {memory} --save ''"
-    container: Document = {
-        "name": "redis",
-        "image": reference("redis"),
-        "workingDir": "/tmp",
-        "readinessProbe": {"tcpSocket": {"port": 6379}, "periodSeconds": 1},
-        "securityContext": {**RESTRICTED, "readOnlyRootFilesystem": False},
-    }
-    spec: Document = {"terminationGracePeriodSeconds": 0, "containers": [container]}
-    if tls_secret:
-        files = "--tls-cert-file /tls/tls.crt --tls-key-file /tls/tls.key"
-        script += f" --tls-port 6380 --tls-auth-clients no {files}"
-        container["volumeMounts"] = [{"name": "tls", "mountPath": "/tls"}]
-        spec["volumes"] = [{"name": "tls", "secret": {"secretName": tls_secret}}]
-    container["command"] = ["sh", "-c", script.replace("\n", "\\n")]
-    ports = [{"name": "plain", "port": 6379}, {"name": "tls", "port": 6380}]
-    return (
-        {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": name, "labels": {"app": name}},
-            "spec": spec,
-        },
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": {"name": name},
-            "spec": {"selector": {"app": name}, "ports": ports},
-        },
-    )
-
-
-def certificate_for(host: str) -> dict[str, str]:
-    """A certificate of its own making, which nobody trusts; ca.crt is for those who are to."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host)])
-    now = datetime.now(UTC)
-    built = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(hours=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(host)]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    pem = built.public_bytes(serialization.Encoding.PEM).decode()
-    private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-    return {"tls.crt": pem, "ca.crt": pem, "tls.key": private.decode()}
-
-
-@contextmanager
-def secret(namespace: Namespace, name: str, content: Mapping[str, str]) -> Iterator[str]:
-    """A user's Secret, for as long as a test needs it."""
-    namespace.apply(
-        {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            "metadata": {"name": name},
-            "stringData": dict(content),
-        }
-    )
-    try:
-        yield name
-    finally:
-        namespace.delete("secret", name)
-
-
-def credentials(
-    namespace: Namespace, name: str, username: str, password: str
-) -> AbstractContextManager[str]:
-    """A user's Secret with what Redis asks for."""
-    return secret(namespace, name, {"username": username, "password": password})
 
 
 def test_redis_that_nobody_answers_for(faults):
@@ -667,19 +490,6 @@ def test_deleted_resource_leaves_nothing_within_a_minute(faults, redis):
         lambda: all(0 < ttl_s(faults, key) <= 86_400 for key in keys(faults, pattern)),
         timeout_s=60,
     )
-
-
-def ttl_s(namespace: Namespace, key: str) -> int:
-    return int(redis_cli(namespace, "TTL", key))
-
-
-def keys(namespace: Namespace, pattern: str) -> list[str]:
-    return redis_cli(namespace, "KEYS", pattern).split()
-
-
-def redis_cli(namespace: Namespace, *command: str, pod: str = "others") -> str:
-    login = ("--user", "larder", "-a", "right", "--no-auth-warning")
-    return namespace.kubectl("exec", pod, "--", "redis-cli", *login, *command)
 
 
 # The ends of what was begun first
@@ -805,7 +615,7 @@ def test_redis_heals_when_its_authority_is_given(faults):
     assert "(TLS) answers" in condition["message"]
 
 
-def test_resource_is_accepted_when_the_kind_is_gone(faults):
+def test_resource_is_accepted_when_the_kind_is_gone(faults, installation):
     seen = faults.get("kvcache", "monitored")["metadata"]["generation"]
     until(
         "the operator accepts the resource without its PodMonitor",
@@ -815,6 +625,10 @@ def test_resource_is_accepted_when_the_kind_is_gone(faults):
         ),
         timeout_s=90,
     )
+    # Nothing that another product takes away ends the operator.
+    (pod,) = installation.list("pods", "app.kubernetes.io/name=larder-operator")
+    (container,) = pod["status"]["containerStatuses"]
+    assert container["restartCount"] == 0
 
 
 def test_engine_that_loaded_for_too_long(faults):
