@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 import yaml
@@ -45,6 +46,8 @@ IS_SHARED = bool(os.environ.get("LARDER_E2E_SHARED"))
 """Others use the cluster too: leave the CustomResourceDefinition to them and watch our namespaces alone."""
 INSTALLED = os.environ.get("LARDER_E2E_INSTALLED", "")
 """Namespace of an operator of the whole cluster that is there and is taken as it is, "" to install one."""
+BESIDE = os.environ.get("LARDER_E2E_BESIDE", "")
+"""Process id of another pytest that tests in the same cluster (run.sh), "" for none."""
 IS_KEPT = bool(os.environ.get("LARDER_E2E_KEEP"))
 PREFIX = os.environ.get("LARDER_E2E_PREFIX", "e2e")
 EXAMPLE = REPOSITORY / "examples" / "cpu-cluster.yaml"
@@ -52,6 +55,7 @@ NUM_KNOWN, NUM_FOR_ALL = 56, 12
 """Prompts whose answer the control says: those that load sends over and over, the rest for one look each."""
 START_S = 480
 """An engine on a CPU starts in 30-58 s; three at once on two busy cores take longer."""
+ALONE_S = 600
 LAST = ("test_journey", "test_kubectl_larder", "test_faults_engines")
 """Files that share the pair of real engines, in the order of what they do to it."""
 NAMESPACES = ("journey", "faults", "sessions", "quota", "restricted", "admission")
@@ -176,6 +180,11 @@ def installation(namespaces: dict[str, Namespace]) -> Iterator[Namespace]:
         values["crds"] = {"enabled": False}
         values["rbac"] = {"aggregate": False}
         values["watchNamespaces"] = [namespace.name for namespace in namespaces.values()]
+        until(
+            "the others have installed the CustomResourceDefinition",
+            lambda: kubectl("get", "crd", "kvcaches.larder.dev", "--ignore-not-found"),
+            timeout_s=120,
+        )
     USED.append(system)
     run(
         "helm", "upgrade", "--install", "larder", str(REPOSITORY / "charts" / "larder"),
@@ -246,6 +255,17 @@ def oracle(journey: Namespace) -> Oracle:
         for question, answer in zip(asked, answers, strict=True)
     ]
     return Oracle(known, NUM_FOR_ALL)
+
+
+@pytest.fixture
+def alone() -> None:
+    """For a test that takes nodes away: no other pytest has pods on them any more."""
+    until(
+        "the tests beside these have ended",
+        lambda: not BESIDE or not Path("/proc", BESIDE).exists(),
+        timeout_s=ALONE_S,
+        every_s=1,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,11 @@
 #
 # With LARDER_E2E_KUBECONFIG or KUBECONFIG set: against that cluster (which must be empty of Larder, and find the images of
 # images.py --list under LARDER_E2E_REGISTRY); tests that look into nodes are skipped. Else against the bundled cluster, which
-# is brought up, and taken down afterwards unless LARDER_E2E_KEEP is set. With LARDER_E2E_AGAIN what failed is tried once more:
-# real clusters on two busy cores are not steady to the last second. CI does so. But a request that was not answered, or
-# answered wrongly, is a failure for good (conftest.py notes it).
+# is brought up, and taken down afterwards unless LARDER_E2E_KEEP is set. There, without arguments, two pytests run at the same
+# time: the tests marked `beside`, and all others. What the first one says is shown after the other's.
+#
+# With LARDER_E2E_AGAIN what failed is tried once more: real clusters on two busy cores are not steady to the last second. CI
+# does so. But a request that was not answered, or answered wrongly, is a failure for good (conftest.py notes it).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 given=${LARDER_E2E_KUBECONFIG:-${KUBECONFIG:-}}
@@ -13,18 +15,45 @@ if [ -n "$given" ]; then
   KUBECONFIG=$given exec .venv/bin/python -m pytest e2e "$@"
 fi
 [ "$(id -u)" = 0 ] || { echo "the bundled cluster needs root; or set LARDER_E2E_KUBECONFIG to a cluster of yours" >&2; exit 1; }
-[ -n "${LARDER_E2E_KEEP:-}" ] || trap e2e/cluster/down.sh EXIT
+beside=
+finish() {
+  [ -z "$beside" ] || kill -- "-$beside" 2>/dev/null || true
+  [ -n "${LARDER_E2E_KEEP:-}" ] || e2e/cluster/down.sh
+}
+trap finish EXIT
 e2e/up.sh
 .venv/bin/python e2e/images.py
 export LARDER_E2E_BUNDLED=1
-harmed=${LARDER_E2E_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/larder-e2e}/harmed
+folder=${LARDER_E2E_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/larder-e2e}
+harmed=$folder/harmed
 rm -f "$harmed"
+
 # Tests have deadlines of their own, longer than after which pyproject.toml would print every stack.
 pytest=(e2e/cluster/run.sh .venv/bin/python -m pytest e2e -o faulthandler_timeout=0)
-if ! "${pytest[@]}" "$@"; then
-  [ -n "${LARDER_E2E_AGAIN:-}" ] || exit 1
+failed=()
+if (($#)); then
+  pytest+=("$@")
+  "${pytest[@]}" || failed=(all)
+else
+  part_all=(-m "not beside")
+  part_beside=(-m beside -o cache_dir=.pytest_cache/beside)
+  own=(env LARDER_E2E_SHARED=1 LARDER_E2E_PREFIX=e2e-beside)
+  setsid "${own[@]}" "${pytest[@]}" "${part_beside[@]}" > "$folder/beside.log" 2>&1 &
+  beside=$!
+  LARDER_E2E_BESIDE=$beside "${pytest[@]}" "${part_all[@]}" || failed=(all)
+  wait "$beside" || failed+=(beside)
+  beside=
+  cat "$folder/beside.log"
+fi
+((${#failed[@]})) || exit 0
+[ -n "${LARDER_E2E_AGAIN:-}" ] || exit 1
+again=(--last-failed --last-failed-no-failures none)
+for part in "${failed[@]}"; do
   [ ! -e "$harmed" ] || { echo "== a request was harmed in $(cat "$harmed"): nothing is tried once more"; exit 1; }
   echo "== some failed: those once more, on the same cluster. What passes now is not steady: look at it"
-  "${pytest[@]}" --last-failed --last-failed-no-failures none "$@"
+  case $part in
+    all) "${pytest[@]}" ${part_all[@]+"${part_all[@]}"} "${again[@]}";;
+    beside) "${own[@]}" "${pytest[@]}" "${part_beside[@]}" "${again[@]}";;
+  esac
   [ ! -e "$harmed" ] || { echo "== a request was harmed in $(cat "$harmed")"; exit 1; }
-fi
+done

@@ -713,7 +713,8 @@ def fill(namespace: Namespace, pod: str) -> None:
         return
 
 
-def test_drain_of_each_node_under_load(place, load, assert_hits, scaled):
+@pytest.mark.timeout(1200)
+def test_drain_of_each_node_under_load(alone, place, load, assert_hits, scaled):
     """First the node with decode alone: nobody notices. Then that of prefill, which is the only one of its role.
 
     The first may have an engine that the kernel killed a moment ago: it is evicted all the same.
