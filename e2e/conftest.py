@@ -17,11 +17,11 @@ import yaml
 from live_cluster import (
     CACHE,
     REPOSITORY,
-    CommandFailed,
     Namespace,
     image,
     is_ready,
     kubectl,
+    one_at_a_time,
     reference,
     run,
     until,
@@ -45,7 +45,7 @@ IS_BUNDLED = bool(os.environ.get("LARDER_E2E_BUNDLED"))
 IS_SHARED = bool(os.environ.get("LARDER_E2E_SHARED"))
 """Others use the cluster too: leave the CustomResourceDefinition to them and watch our namespaces alone."""
 INSTALLED = os.environ.get("LARDER_E2E_INSTALLED", "")
-"""Namespace of an operator of the whole cluster that is there and is taken as it is, "" to install one."""
+"""Namespace of an operator of the whole cluster that others install, "" for none; ours too, unless IS_SHARED."""
 BESIDE = os.environ.get("LARDER_E2E_BESIDE", "")
 """Process id of another pytest that tests in the same cluster (run.sh), "" for none."""
 IS_KEPT = bool(os.environ.get("LARDER_E2E_KEEP"))
@@ -56,8 +56,13 @@ NUM_KNOWN, NUM_FOR_ALL = 56, 12
 START_S = 480
 """An engine on a CPU starts in 30-58 s; three at once on two busy cores take longer."""
 ALONE_S = 600
+OTHERS_S = 180
+"""Until the other pytest has installed what ours needs, too."""
+CRD = "kvcaches.larder.dev"
+FIRST = ("test_faults_operator", "test_chart_install")
 LAST = ("test_journey", "test_kubectl_larder", "test_faults_engines")
 """Files that share the pair of real engines, in the order of what they do to it."""
+ORDER = (*FIRST, "", *LAST)
 NAMESPACES = ("journey", "faults", "sessions", "quota", "restricted", "admission")
 USED: list[Namespace] = []
 HARMED = CACHE / "harmed"
@@ -105,6 +110,7 @@ def pytest_make_collect_report(
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that look inside nodes need the bundled cluster; those of real engines come last, rough ones at the end.
 
+    What has to do with the operator of the whole cluster comes first: test_journey.py begins to watch it soon.
     Late ones come after all others without real engines: their resources live as long as the run.
     What is marked slow is tried with LARDER_E2E_SLOW only: what stand-ins show in CI, with real engines.
     """
@@ -115,7 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [one for one in items if not one.get_closest_marker("slow")]
     items.sort(
         key=lambda item: (
-            LAST.index(item.path.stem) if item.path.stem in LAST else -1,
+            ORDER.index(item.path.stem if item.path.stem in ORDER else ""),
             item.get_closest_marker("late") is not None,
         )
     )
@@ -157,9 +163,13 @@ def namespaces(cluster: None) -> Iterator[dict[str, Namespace]]:
 
 
 @pytest.fixture(scope="session")
-def installation(namespaces: dict[str, Namespace]) -> Iterator[Namespace]:
-    """The operator, installed by the chart; the namespace that it is in."""
-    if INSTALLED:
+def installation(
+    request: pytest.FixtureRequest, namespaces: dict[str, Namespace]
+) -> Iterator[Namespace]:
+    """The operator of our namespaces, installed by the chart; the namespace that it is in."""
+    if IS_SHARED:
+        request.getfixturevalue("served")
+    elif INSTALLED:
         yield Namespace(INSTALLED)
         return
     system = Namespace(f"{PREFIX}-system")
@@ -180,11 +190,6 @@ def installation(namespaces: dict[str, Namespace]) -> Iterator[Namespace]:
         values["crds"] = {"enabled": False}
         values["rbac"] = {"aggregate": False}
         values["watchNamespaces"] = [namespace.name for namespace in namespaces.values()]
-        until(
-            "the others have installed the CustomResourceDefinition",
-            lambda: kubectl("get", "crd", "kvcaches.larder.dev", "--ignore-not-found"),
-            timeout_s=120,
-        )
     USED.append(system)
     run(
         "helm", "upgrade", "--install", "larder", str(REPOSITORY / "charts" / "larder"),
@@ -200,6 +205,49 @@ def installation(namespaces: dict[str, Namespace]) -> Iterator[Namespace]:
     if not IS_KEPT:
         run("helm", "uninstall", "larder", "--namespace", system.name, "--wait")
         kubectl("delete", "namespace", system.name, "--wait=false")
+
+
+@pytest.fixture(scope="session")
+def served(request: pytest.FixtureRequest, cluster: None) -> None:
+    """KVCaches are: by the CustomResourceDefinition of our installation, or of the others'."""
+    if not IS_SHARED:
+        request.getfixturevalue("installation")
+    until(
+        "the CustomResourceDefinition",
+        lambda: kubectl("get", "crd", CRD, "--ignore-not-found"),
+        timeout_s=OTHERS_S,
+    )
+
+
+@pytest.fixture(scope="session")
+def everywhere_if_any(request: pytest.FixtureRequest, cluster: None) -> Namespace | None:
+    """Where the operator of the whole cluster runs: ours, the others', or nobody's."""
+    if not IS_SHARED:
+        return Namespace(request.getfixturevalue("installation").name)
+    if not INSTALLED:
+        return None
+    others = Namespace(INSTALLED)
+    until(
+        f"the operator of the whole cluster in {INSTALLED}",
+        lambda: is_ready(others.get("deployment", "larder-operator")),
+        timeout_s=OTHERS_S,
+    )
+    return others
+
+
+@pytest.fixture
+def everywhere(everywhere_if_any: Namespace | None) -> Namespace:
+    """The same for a test that is about it."""
+    if everywhere_if_any is None:
+        pytest.skip("LARDER_E2E_SHARED is set: no operator may watch the whole cluster")
+    return everywhere_if_any
+
+
+@pytest.fixture
+def undisturbed() -> Iterator[None]:
+    """For a test that is about the pod of the operator of the whole cluster."""
+    with one_at_a_time():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -275,11 +323,6 @@ def endpoint(journey: Namespace) -> str:
 
 
 @pytest.fixture(scope="session")
-def definition(request: pytest.FixtureRequest) -> dict[str, object]:
-    """The CustomResourceDefinition as the API server has it; installed by the chart unless it is there."""
-    if not IS_SHARED:
-        request.getfixturevalue("installation")
-    try:
-        return dict(json.loads(kubectl("get", "crd", "kvcaches.larder.dev", "-o", "json")))
-    except CommandFailed as problem:
-        pytest.fail(f"no CustomResourceDefinition: {problem}")
+def definition(served: None) -> dict[str, object]:
+    """The CustomResourceDefinition as the API server has it."""
+    return dict(json.loads(kubectl("get", "crd", CRD, "-o", "json")))

@@ -22,8 +22,10 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -97,9 +99,9 @@ def main() -> None:
         return
     with _only_one():
         layouts = [(image, _built(image)) for image in wanted]
-        for node in _nodes():
-            for image, layout in layouts:
-                _import(node, image.reference, layout)
+        with ThreadPoolExecutor() as pool:
+            for _ in pool.map(partial(_import_all, layouts), _nodes()):
+                pass
 
 
 @contextlib.contextmanager
@@ -328,6 +330,11 @@ def _buildah(subcommand: str, *arguments: str) -> str:
 
 def _nodes() -> list[int]:
     return sorted(int(path.name[4:]) for path in (CACHE / "run").glob("node[0-9]*"))
+
+
+def _import_all(layouts: Sequence[tuple[Image, Path]], node: int) -> None:
+    for image, layout in layouts:
+        _import(node, image.reference, layout)
 
 
 def _import(node: int, reference: str, layout: Path) -> None:

@@ -4,7 +4,7 @@
 # With LARDER_E2E_KUBECONFIG or KUBECONFIG set: against that cluster (which must be empty of Larder, and find the images of
 # images.py --list under LARDER_E2E_REGISTRY); tests that look into nodes are skipped. Else against the bundled cluster, which
 # is brought up, and taken down afterwards unless LARDER_E2E_KEEP is set. There, without arguments, two pytests run at the same
-# time: the tests marked `beside`, and all others. What the first one says is shown after the other's.
+# time: the tests of real engines (marked `engine`), and all others. What those say is shown afterwards.
 #
 # With LARDER_E2E_AGAIN what failed is tried once more: real clusters on two busy cores are not steady to the last second. CI
 # does so. But a request that was not answered, or answered wrongly, is a failure for good (conftest.py notes it).
@@ -35,13 +35,14 @@ if (($#)); then
   pytest+=("$@")
   "${pytest[@]}" || failed=(all)
 else
-  part_all=(-m "not beside")
-  part_beside=(-m beside -o cache_dir=.pytest_cache/beside)
-  own=(env LARDER_E2E_SHARED=1 LARDER_E2E_PREFIX=e2e-beside)
-  setsid "${own[@]}" "${pytest[@]}" "${part_beside[@]}" > "$folder/beside.log" 2>&1 &
+  engines=(-m engine)
+  others=(-m "not engine" -o cache_dir=.pytest_cache/others)
+  prefix=${LARDER_E2E_PREFIX:-e2e}
+  LARDER_E2E_SHARED=1 LARDER_E2E_PREFIX=$prefix-beside LARDER_E2E_INSTALLED=$prefix-system \
+    setsid "${pytest[@]}" "${others[@]}" > "$folder/beside.log" 2>&1 &
   beside=$!
-  LARDER_E2E_BESIDE=$beside "${pytest[@]}" "${part_all[@]}" || failed=(all)
-  wait "$beside" || failed+=(beside)
+  LARDER_E2E_BESIDE=$beside "${pytest[@]}" "${engines[@]}" || failed=(engines)
+  wait "$beside" || failed+=(others)
   beside=
   cat "$folder/beside.log"
 fi
@@ -52,8 +53,9 @@ for part in "${failed[@]}"; do
   [ ! -e "$harmed" ] || { echo "== a request was harmed in $(cat "$harmed"): nothing is tried once more"; exit 1; }
   echo "== some failed: those once more, on the same cluster. What passes now is not steady: look at it"
   case $part in
-    all) "${pytest[@]}" ${part_all[@]+"${part_all[@]}"} "${again[@]}";;
-    beside) "${own[@]}" "${pytest[@]}" "${part_beside[@]}" "${again[@]}";;
+    all) "${pytest[@]}" "${again[@]}";;
+    engines) "${pytest[@]}" "${engines[@]}" "${again[@]}";;
+    others) "${pytest[@]}" "${others[@]}" "${again[@]}";;
   esac
   [ ! -e "$harmed" ] || { echo "== a request was harmed in $(cat "$harmed")"; exit 1; }
 done

@@ -23,6 +23,7 @@ from live_cluster import (
     Namespace,
     is_ready,
     kubectl,
+    one_at_a_time,
     reference,
     run,
     until,
@@ -96,17 +97,17 @@ def helm(*args: str, values: dict[str, Any] | None = None, timeout_s: float = 18
 
 
 @pytest.fixture(scope="module")
-def places(request: pytest.FixtureRequest, cluster: None) -> Iterator[tuple[Namespace, Namespace]]:
+def places(
+    served: None, everywhere_if_any: Namespace | None
+) -> Iterator[tuple[Namespace, Namespace]]:
     """The operator's namespace, under Pod Security `restricted`, and the one that it watches."""
-    if not os.environ.get("LARDER_E2E_SHARED"):
-        request.getfixturevalue("installation")  # brings the CRD
     prefix = os.environ.get("LARDER_E2E_PREFIX", "e2e")
     system, team = Namespace(f"{prefix}-chart-system"), Namespace(f"{prefix}-chart-team")
     kubectl("delete", "namespace", system.name, team.name, "--ignore-not-found", timeout_s=180)
     for namespace in (system, team):
         kubectl("create", "namespace", namespace.name)
     kubectl("label", "namespace", system.name, "pod-security.kubernetes.io/enforce=restricted")
-    if not os.environ.get("LARDER_E2E_SHARED"):
+    if everywhere_if_any is not None:
         # Made by the operator of the whole cluster alone: two would each make a password at first.
         _make_kvcache(team)
     yield system, team
@@ -277,20 +278,15 @@ def test_dashboard_asks_for_what_this_operator_serves(
 
 
 def test_operator_of_the_whole_cluster_has_its_permissions(
-    request: pytest.FixtureRequest, cluster: None
+    undisturbed: None, everywhere: Namespace
 ) -> None:
-    if os.environ.get("LARDER_E2E_SHARED"):
-        pytest.skip("LARDER_E2E_SHARED is set: no operator may watch the whole cluster")
-    system = request.getfixturevalue("installation")
-    helm("test", RELEASE, "--namespace", system.name, "--timeout", "90s")
+    helm("test", RELEASE, "--namespace", everywhere.name, "--timeout", "90s")
 
 
 def test_users_get_kvcaches_with_the_roles_of_the_cluster(
-    request: pytest.FixtureRequest, places: tuple[Namespace, Namespace]
+    everywhere: Namespace, places: tuple[Namespace, Namespace]
 ) -> None:
-    if os.environ.get("LARDER_E2E_SHARED"):
-        pytest.skip("LARDER_E2E_SHARED is set: the aggregated roles are not installed")
-    request.getfixturevalue("installation")
+    """Where an operator of the whole cluster is, its release brings the aggregated roles."""
     _, team = places
     may = {
         "view": {"get"},
@@ -390,14 +386,15 @@ def old_release(
     package = _package_of_an_old_version(tmp_path_factory.mktemp("chart"))
     helm("uninstall", RELEASE, "--namespace", system.name, "--wait")
     values = {**release, "crds": {"enabled": True}}
-    try:
-        helm(
-            "install", RELEASE, package, "--namespace", system.name, "--take-ownership", "--force-conflicts",
-            "--wait", "--timeout", "90s", values=values,
-        )  # fmt: skip
-        yield values
-    finally:
-        _give_back_crd(crd["metadata"])
+    with one_at_a_time():
+        try:
+            helm(
+                "install", RELEASE, package, "--namespace", system.name, "--take-ownership", "--force-conflicts",
+                "--wait", "--timeout", "90s", values=values,
+            )  # fmt: skip
+            yield values
+        finally:
+            _give_back_crd(crd["metadata"])
 
 
 @pytest.fixture(scope="module")

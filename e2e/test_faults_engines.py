@@ -28,6 +28,7 @@ from live_cluster import (
     in_node,
     is_ready,
     kubectl,
+    one_at_a_time,
     reference,
     run,
     until,
@@ -48,7 +49,7 @@ from traffic import (
     until_control,
 )
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.engine]
 
 NAME = "demo"
 EXAMPLE = REPOSITORY / "examples" / "cpu-cluster.yaml"
@@ -491,10 +492,11 @@ def test_operator_and_agents_upgraded_under_load(
 
 def upgrade(system: Namespace, values: str) -> None:
     """Other values of the chart."""
-    run(
-        "helm", "upgrade", "larder", str(REPOSITORY / "charts" / "larder"), "--namespace", system.name,
-        "--reuse-values", "--wait", "--timeout", "150s", "--set", values, timeout_s=160,
-    )  # fmt: skip
+    with one_at_a_time():
+        run(
+            "helm", "upgrade", "larder", str(REPOSITORY / "charts" / "larder"), "--namespace", system.name,
+            "--reuse-values", "--wait", "--timeout", "150s", "--set", values, timeout_s=160,
+        )  # fmt: skip
 
 
 def next_reference(name: str) -> str:
