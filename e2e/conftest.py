@@ -214,7 +214,7 @@ def served(request: pytest.FixtureRequest, cluster: None) -> None:
         request.getfixturevalue("installation")
     until(
         "the CustomResourceDefinition",
-        lambda: kubectl("get", "crd", CRD, "--ignore-not-found"),
+        lambda: kubectl("get", "crd", CRD, "--ignore-not-found") or None,
         timeout_s=OTHERS_S,
     )
 
