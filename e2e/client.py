@@ -1,8 +1,9 @@
 """Runs inside the client pod: sends completions to an endpoint and prints what came back. Standard library only.
 
 Standard input is one JSON object: url, headers of all requests, requests (bodies of /v1/completions), concurrency, and
-repeat_until_closed: whether to send them over and over until the file /tmp/stop appears. Each line of output is one
-answer: index, status (0: no answer at all), seconds, body.
+repeat_until_closed: whether to send them over and over until the file /tmp/stop appears, with as many seconds between
+two of them as the file /tmp/pause says. Each line of output is one answer: index, status (0: no answer at all),
+seconds, body.
 """
 
 import concurrent.futures
@@ -17,10 +18,8 @@ import urllib.parse
 import urllib.request
 from pathlib import Path
 
-STOP = Path("/tmp/stop")
+STOP, PAUSE = Path("/tmp/stop"), Path("/tmp/pause")
 TIMEOUT_S = 60
-PAUSE_S = 0.7
-"""Between requests without end: the cores that answer them have engines to start, too."""
 printing = threading.Lock()
 
 
@@ -78,7 +77,7 @@ def send(order: dict[str, object], index: int, body: dict[str, object]) -> None:
     with printing:
         print(json.dumps(line), flush=True)
     if order["repeat_until_closed"]:
-        time.sleep(PAUSE_S)
+        time.sleep(float(PAUSE.read_text()))
 
 
 if __name__ == "__main__":

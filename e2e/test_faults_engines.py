@@ -549,6 +549,15 @@ def test_decode_rolled_to_the_other_node_under_load(place, load, assert_hits):
         finally:
             kubectl("uncordon", node_of(prefill))
         story.until_told("EnginesReady", "False", "RollingOut", f"deployment/{NAME}-decode")
+        with running.spared():
+            until(
+                "the new engine is ready",
+                lambda: any(
+                    pod_name(pod) != pod_name(old) and pod_is_ready(pod)
+                    for pod in place.pods(NAME, "decode")
+                ),
+                timeout_s=START_S,
+            )
         until(
             "the old engine has gone",
             lambda: pod_name(old) not in [pod_name(pod) for pod in place.list("pods")],
@@ -660,7 +669,8 @@ def test_autoscaler_adds_a_decode_engine_while_we_reconcile(place, load, rolled_
         place.patch("kvcache", NAME, {"spec": {"service": {"annotations": {"seen": "again"}}}})
         until_observed(place)
         story.until_told("EnginesReady", "True", "Scaling")
-        until_scaled(place)
+        with running.spared():
+            until_scaled(place)
     assert story.was("EnginesReady", "False") == []
     assert_unharmed(running.answers)
     assert place.get("deployment", f"{NAME}-decode")["spec"]["replicas"] == 2
@@ -733,7 +743,8 @@ def test_drain_of_each_node_under_load(alone, place, load, assert_hits, scaled):
     with Story(place) as story, load() as running:
         with drained(node_of(prefill)):
             story.until_told("EnginesReady", "False", "", "prefill 0/1")
-        until_settled(place, START_S)
+        with running.spared():
+            until_settled(place, START_S)
     assert_honest(running.answers)
     assert [answer for answer in running.answers if answer.status == 503]
     assert running.answers[-1].status == 200

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -24,6 +25,7 @@ RESTRICTED = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
+PAUSE_S, LONG_PAUSE_S = 0.7, 4.0
 WORDS = ("flour salt sugar rice lentils honey vinegar oil thyme barley oats yeast "
          "pepper cumin beans figs dates almonds raisins cocoa").split()  # fmt: skip
 
@@ -262,6 +264,7 @@ class Load:
         self.answers: list[Answer] = []
 
     def __enter__(self) -> Self:
+        self.pause(PAUSE_S)
         self._namespace.kubectl("exec", CLIENT, "--", "rm", "-f", "/tmp/stop")
         self._process = subprocess.Popen(
             ["kubectl", "--namespace", self._namespace.name, "exec", "-i", CLIENT, "--", "python3", "-c", SCRIPT],
@@ -281,6 +284,18 @@ class Load:
             self._reader.join(timeout=180)
             if self._reader.is_alive():
                 self._process.kill()
+
+    def pause(self, seconds: float) -> None:
+        """Between an answer and the next request of the same client, from now on."""
+        script = f"echo {seconds} > /tmp/next-pause && mv /tmp/next-pause /tmp/pause"
+        self._namespace.kubectl("exec", CLIENT, "--", "sh", "-c", script)
+
+    @contextlib.contextmanager
+    def spared(self) -> Iterator[None]:
+        """Fewer requests meanwhile: the cores that answer them have an engine to start, too."""
+        self.pause(LONG_PAUSE_S)
+        yield
+        self.pause(PAUSE_S)
 
     def until_answered(self, number: int, timeout_s: float = 90) -> None:
         """Wait until that many more requests have been answered well."""
