@@ -45,6 +45,7 @@ class FakeCluster:
             None
         )
         self.webhook: Callable[[Json], Json] = lambda obj: obj
+        self.has_pod_monitors = True
         self._count = itertools.count(1)
 
     def body(self, id_: Id) -> Json | None:
@@ -195,6 +196,10 @@ class FakeWatched:
 
     def is_served(self, kind: Kind) -> bool:
         return kind in self.unwatched
+
+    async def look_for_pod_monitors(self) -> None:
+        if not self._cluster.has_pod_monitors:
+            self.unwatched -= {POD_MONITOR}
 
     def children(self, key: Key) -> Iterator[Stored]:
         yield from (child for child in self._seen if child.namespace == key[0])

@@ -25,6 +25,7 @@ from cacheoperator.kinds import (
     NAMESPACE,
     NODE,
     POD,
+    POD_MONITOR,
     REPLICA_SET,
     SECRET,
     child_kinds,
@@ -249,6 +250,12 @@ def test_permissions_are_those_of_the_kinds_that_the_operator_touches() -> None:
         assert by_resource.pop((kind.group, kind.plural)) == {
             "get", "list", "watch", "create", "patch", "delete",
         }  # fmt: skip
+    # Their kind comes and goes with another product, and a watch would go with it.
+    assert by_resource.pop((POD_MONITOR.group, POD_MONITOR.plural)) == {
+        "get", "create", "patch", "delete",
+    }  # fmt: skip
+    assert POD_MONITOR in child_kinds
+    assert POD_MONITOR not in watched_children
     # Its own Secrets by name; never listed, so that it never sees another's.
     assert by_resource.pop((SECRET.group, SECRET.plural)) == {"get", "create", "patch"}
     assert SECRET in child_kinds

@@ -68,6 +68,7 @@ class ApiServer(FakeCluster):
         super().__init__()
         self.version = 1000
         self.gets: list[Kind] = []
+        self.unreadable: dict[Kind, ClusterError] = {}
         self.statuses: list[Json] = []
         self.resource: Json | None = {
             "apiVersion": "larder.dev/v1alpha1",
@@ -92,6 +93,8 @@ class ApiServer(FakeCluster):
 
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Json | None:
         self.gets.append(kind)
+        if kind in self.unreadable:
+            raise self.unreadable[kind]
         return None if kind.kind == "Namespace" else await super().get(kind, namespace, name)
 
     async def list(self, kind: Kind, namespace: str, **_: Any) -> list[Json]:
@@ -359,6 +362,72 @@ def test_monitors_that_are_not_wanted_any_more_go_though_they_are_not_watched() 
     del world.api.gets[:]
     world.round()
     assert POD_MONITOR not in world.api.gets, "that it has gone is seen once"
+
+
+@pytest.mark.parametrize(
+    "problem", [Forbidden("no", code=403), ClusterError("storage is initializing", code=429)]
+)
+def test_monitors_that_can_not_be_seen_hold_up_nothing_and_are_asked_for_again(
+    problem: ClusterError,
+) -> None:
+    world = settled()
+    world.watched.unwatched = frozenset({POD_MONITOR})
+    metadata = world.api.resource["metadata"] if world.api.resource else {}
+    world.api.put(
+        {
+            "apiVersion": POD_MONITOR.api_version,
+            "kind": POD_MONITOR.kind,
+            "metadata": {
+                "name": "demo",
+                "namespace": "ns",
+                "ownerReferences": [{"uid": metadata["uid"], "controller": True}],
+            },
+        }
+    )
+    world.api.unreadable[POD_MONITOR] = problem
+    world.round()
+    assert world.api.body(("PodMonitor", "ns", "demo"))
+    [accepted] = [c for c in world.api.statuses[-1]["conditions"] if c["type"] == "Accepted"]
+    assert accepted["status"] == "True"
+    del world.api.unreadable[POD_MONITOR]
+    world.round()
+    assert world.api.body(("PodMonitor", "ns", "demo")) is None
+
+
+def test_a_monitor_of_others_stays() -> None:
+    world = settled()
+    world.watched.unwatched = frozenset({POD_MONITOR})
+    world.api.put(
+        {
+            "apiVersion": POD_MONITOR.api_version,
+            "kind": POD_MONITOR.kind,
+            "metadata": {"name": "demo", "namespace": "ns"},
+        }
+    )
+    world.round()
+    assert world.api.body(("PodMonitor", "ns", "demo"))
+
+
+def test_a_kind_of_monitors_that_goes_is_no_refusal() -> None:
+    """Between two full passes: an apply is answered with 404, and that is when it is noticed."""
+    world = settled()
+    world.watched.unwatched = frozenset({POD_MONITOR})
+    assert world.api.resource is not None
+    world.api.resource["spec"]["podMonitor"] = {}
+    world.api.resource["metadata"]["generation"] = 2
+    world.api.has_pod_monitors = False
+    world.api.refuse = lambda verb, obj: (
+        NotFound("404 page not found", code=404) if obj["kind"] == "PodMonitor" else None
+    )
+    for _ in range(3):
+        world.round()
+        world.api.catch_up()
+        world.clock.pass_s(60)
+    told = [reason for reason, _ in world.teller.told]
+    assert "ApplyFailed" not in told
+    assert "PodMonitorCRDMissing" in told
+    [accepted] = [c for c in world.api.statuses[-1]["conditions"] if c["type"] == "Accepted"]
+    assert accepted["status"] == "True"
 
 
 def test_a_restart_tells_what_changed_meanwhile_and_nothing_else() -> None:

@@ -299,6 +299,9 @@ def test_kinds_are_looked_for_until_the_api_server_can_list_them(
         watched = Watched(changed=lambda _: None, namespaces=("ns",), cluster=cluster)
         await asyncio.wait_for(operator_process._look_around(watched), 10)
         assert watched.is_served(KVCACHE)
+        # A watch of theirs would end when their kind goes, and the operator with it.
+        assert not watched.is_served(POD_MONITOR)
+        assert POD_MONITOR not in watched._kinds
 
     monkeypatch.setattr(operator_process, "look_for_crd_s", 0.0)
     with_server(answer, test)

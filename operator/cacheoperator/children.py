@@ -11,7 +11,6 @@ answer is an exception (Unreachable).
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
 import logging
@@ -24,7 +23,15 @@ from cacheoperator import metrics
 from cacheoperator.cluster import Cluster, Json
 from cacheoperator.contests import History
 from cacheoperator.difference import difference, owned_fields, unowned
-from cacheoperator.errors import Broken, ClusterError, Conflict, Forbidden, Invalid, Unreachable
+from cacheoperator.errors import (
+    Broken,
+    ClusterError,
+    Conflict,
+    Forbidden,
+    Invalid,
+    NotFound,
+    Unreachable,
+)
 from cacheoperator.kinds import DEPLOYMENT, POD_MONITOR, SECRET, Kind, kind_of, workloads
 from cacheoperator.names import (
     COMPONENT_LABEL,
@@ -47,8 +54,8 @@ ObjectName = tuple[Kind, str]
 
 @dataclass(slots=True)
 class Memory:
-    """What is remembered of one KVCache between reconciles. Lost with the operator, and nothing depends on it but
-    how things are told."""
+    """What is remembered of one KVCache between reconciles. Lost with the operator, and nothing depends on it but how
+    things are told and what is asked again."""
 
     wanted: dict[ObjectName, str] = field(default_factory=dict)
     """Digest of what was last wanted: when live differs from the same wish again, someone else changed it."""
@@ -149,13 +156,24 @@ class Children:
         return outcome
 
     async def prune(
-        self, key: Key, uid: str, wanted: Iterable[Mapping[str, Any]], memory: Memory
+        self,
+        key: Key,
+        uid: str,
+        wanted: Iterable[Mapping[str, Any]],
+        memory: Memory,
+        *,
+        are_monitors_known: bool = False,
     ) -> Outcome:
-        """Delete what this KVCache controls and does not want any more. Secrets are left to the owner's end."""
+        """Delete what this KVCache controls and does not want any more. Secrets are left to the owner's end.
+
+        `are_monitors_known`: whether `wanted` was made for a cluster that knows PodMonitors.
+        """
         outcome = Outcome()
         names = {(kind_of(obj), obj["metadata"]["name"]) for obj in wanted}
-        unwatched = await self._unwanted_pod_monitors(key, uid, names, memory)
-        for (kind, name), child in (*self.live(key).items(), *unwatched):
+        monitors = []
+        if are_monitors_known:
+            monitors = await self._unwanted_pod_monitors(key, uid, names, memory)
+        for (kind, name), child in (*self.live(key).items(), *monitors):
             if child.owner_uid != uid or (kind, name) in names:
                 continue
             if "deletionTimestamp" in child.load()["metadata"]:
@@ -189,11 +207,14 @@ class Children:
         memory.absent -= wanted
         for name in pod_monitor_names(key[1]):
             title = (POD_MONITOR, name)
-            if title in wanted | memory.absent or not self._watched.is_served(POD_MONITOR):
+            if title in wanted | memory.absent:
                 continue
-            there = None
-            with contextlib.suppress(Forbidden):
+            try:
                 there = await self._cluster.get(POD_MONITOR, key[0], name)
+            except ClusterError as error:
+                # Nothing is lost: the next reconcile asks again.
+                log.info("cannot see podmonitor/%s namespace=%s: %s", name, key[0], error.message)
+                continue
             if there is None or controller_uid(there) != uid:
                 memory.absent.add(title)
             else:
@@ -252,6 +273,14 @@ class Children:
             outcome.errors.append(self._error(title, component, verb, error, memory.errors))
         except Unreachable:
             raise
+        except NotFound as error:
+            if kind == POD_MONITOR:
+                await self._watched.look_for_pod_monitors()
+                if not self._watched.is_served(POD_MONITOR):
+                    outcome.must_wait = True  # the next look wants none, and tells what is missing
+                    return
+            metrics.applies.labels(kind.kind, "refused").inc()
+            outcome.errors.append(self._error(title, component, verb, error, memory.errors))
         except Conflict as error:
             # Another object or another number of replicas than we saw: the watch brings what is true now.
             log.info("conflict object=%s namespace=%s: %s", title, key[0], error.message)
@@ -441,7 +470,7 @@ class Children:
         )
 
     def _note(self, key: Key, kind: Kind, body: Json) -> None:
-        if kind != SECRET and kind not in self._watched.unwatched:
+        if kind not in (SECRET, POD_MONITOR) and kind not in self._watched.unwatched:
             child = store(kind, body)
             self._written.setdefault(key, {})[kind, child.name] = child
 

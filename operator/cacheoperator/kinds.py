@@ -1,6 +1,7 @@
 """The kinds that the operator makes and reads, and where the API server keeps them. Pure tables.
 
-Invariant: `child_kinds` are all kinds that `render` may make; Secrets are among them but never listed or watched.
+Invariant: `child_kinds` are all kinds that `render` may make; Secrets and PodMonitors are among them but never listed
+or watched.
 """
 
 from __future__ import annotations

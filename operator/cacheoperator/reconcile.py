@@ -185,7 +185,10 @@ class Reconciler:
                 is_wish_known=status_before.get("observedGeneration") == gathered.refs.generation,
             )  # fmt: skip
             if not rendered.refusals:
-                pruned = await self._children.prune(key, stored.uid, objects, known.applied)
+                pruned = await self._children.prune(
+                    key, stored.uid, objects, known.applied,
+                    are_monitors_known=gathered.refs.pod_monitor_known,
+                )  # fmt: skip
                 outcome.errors += pruned.errors
                 outcome.num_writes += pruned.num_writes
                 outcome.must_wait |= pruned.must_wait

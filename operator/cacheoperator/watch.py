@@ -195,7 +195,7 @@ class Watched:
                 log.info("nodes may not be listed: what depends on them is left out of status")
         self._kinds = tuple(allowed)
         self.unwatched = frozenset(unwatched)
-        await self._look_for_pod_monitors()
+        await self.look_for_pod_monitors()
 
     async def forget_deleted(self) -> None:
         """Compare the indexes with lists of names and forget what is there no more."""
@@ -220,9 +220,10 @@ class Watched:
             if lost:
                 log.info("missed deletions kind=%s count=%d", kind.kind, len(lost))
                 self._deleted |= lost
-        await self._look_for_pod_monitors()
+        await self.look_for_pod_monitors()
 
-    async def _look_for_pod_monitors(self) -> None:
+    async def look_for_pod_monitors(self) -> None:
+        """Find out whether their kind is served now."""
         is_served = await self._cluster.serves(POD_MONITOR)
         others = self.unwatched - {POD_MONITOR}
         self.unwatched = others | {POD_MONITOR} if is_served else others
