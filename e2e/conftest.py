@@ -6,6 +6,7 @@ CI or LARDER_E2E_STRICT set, a skip is a failure: what was not tried did not pas
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -47,7 +48,7 @@ IS_SHARED = bool(os.environ.get("LARDER_E2E_SHARED"))
 INSTALLED = os.environ.get("LARDER_E2E_INSTALLED", "")
 """Namespace of an operator of the whole cluster that others install, "" for none; ours too, unless IS_SHARED."""
 BESIDE = os.environ.get("LARDER_E2E_BESIDE", "")
-"""Process id of another pytest that tests in the same cluster (run.sh), "" for none."""
+"""A file that another pytest in the same cluster has locked for as long as it runs (run.sh), "" for none."""
 IS_KEPT = bool(os.environ.get("LARDER_E2E_KEEP"))
 PREFIX = os.environ.get("LARDER_E2E_PREFIX", "e2e")
 EXAMPLE = REPOSITORY / "examples" / "cpu-cluster.yaml"
@@ -308,12 +309,17 @@ def oracle(journey: Namespace) -> Oracle:
 @pytest.fixture
 def alone() -> None:
     """For a test that takes nodes away: no other pytest has pods on them any more."""
-    until(
-        "the tests beside these have ended",
-        lambda: not BESIDE or not Path("/proc", BESIDE).exists(),
-        timeout_s=ALONE_S,
-        every_s=1,
-    )
+    if BESIDE:
+        until("the tests beside these have ended", is_alone, timeout_s=ALONE_S)
+
+
+def is_alone() -> bool:
+    with Path(BESIDE).open("a", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -59,14 +59,14 @@ def in_node(node: str, *command: str) -> str:
     )
 
 
-def until(
-    what: str, look: Callable[[], Seen | None], *, timeout_s: float, every_s: float = 0.5
-) -> Seen:
+def until(what: str, look: Callable[[], Seen | None], *, timeout_s: float) -> Seen:
     """Look until there is something (not None, not False). Raises NotYet when the deadline passes.
 
-    What kubectl refuses meanwhile counts as nothing there.
+    What kubectl refuses meanwhile counts as nothing there. Looks come ever more rarely, up to 2 s: each costs a tenth
+    of a second of the cores that do what is waited for.
     """
-    deadline = time.monotonic() + timeout_s
+    begun = time.monotonic()
+    deadline = begun + timeout_s
     last: object = None
     while True:
         try:
@@ -78,7 +78,7 @@ def until(
             last = problem
         if time.monotonic() > deadline:
             raise NotYet(f"not within {timeout_s:g} s: {what}; seen last: {last}")
-        time.sleep(every_s)
+        time.sleep(min(2, 0.5 + (time.monotonic() - begun) / 20))
 
 
 @contextlib.contextmanager

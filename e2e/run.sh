@@ -4,10 +4,11 @@
 # With LARDER_E2E_KUBECONFIG or KUBECONFIG set: against that cluster (which must be empty of Larder, and find the images of
 # images.py --list under LARDER_E2E_REGISTRY); tests that look into nodes are skipped. Else against the bundled cluster, which
 # is brought up, and taken down afterwards unless LARDER_E2E_KEEP is set. There, without arguments, two pytests run at the same
-# time: the tests of real engines (marked `engine`), and all others. What those say is shown afterwards.
+# time: the tests of real engines (marked `engine`), and all others. What those say is shown afterwards, and last a line of each.
 #
 # With LARDER_E2E_AGAIN what failed is tried once more: real clusters on two busy cores are not steady to the last second. CI
-# does so. But a request that was not answered, or answered wrongly, is a failure for good (conftest.py notes it).
+# does so, one pytest after the other, each with an operator of the whole cluster. But a request that was not answered, or answered
+# wrongly, is a failure for good (conftest.py notes it).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 given=${LARDER_E2E_KUBECONFIG:-${KUBECONFIG:-}}
@@ -21,6 +22,8 @@ finish() {
   [ -n "${LARDER_E2E_KEEP:-}" ] || e2e/cluster/down.sh
 }
 trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
 e2e/up.sh
 .venv/bin/python e2e/images.py
 export LARDER_E2E_BUNDLED=1
@@ -39,12 +42,13 @@ else
   others=(-m "not engine" -o cache_dir=.pytest_cache/others)
   prefix=${LARDER_E2E_PREFIX:-e2e}
   LARDER_E2E_SHARED=1 LARDER_E2E_PREFIX=$prefix-beside LARDER_E2E_INSTALLED=$prefix-system \
-    setsid "${pytest[@]}" "${others[@]}" > "$folder/beside.log" 2>&1 &
+    setsid flock -o "$folder/beside" "${pytest[@]}" "${others[@]}" > "$folder/beside.log" 2>&1 &
   beside=$!
-  LARDER_E2E_BESIDE=$beside "${pytest[@]}" "${engines[@]}" || failed=(engines)
+  LARDER_E2E_BESIDE=$folder/beside "${pytest[@]}" "${engines[@]}" 2>&1 | tee "$folder/engines.log" || failed=(engines)
   wait "$beside" || failed+=(others)
   beside=
   cat "$folder/beside.log"
+  printf '\n== real engines %s\n== all others %s\n' "$(tail -n 1 "$folder/engines.log")" "$(tail -n 1 "$folder/beside.log")"
 fi
 ((${#failed[@]})) || exit 0
 [ -n "${LARDER_E2E_AGAIN:-}" ] || exit 1

@@ -382,11 +382,11 @@ def old_release(
     The CRD is that of the cluster, narrowed by what nobody uses; afterwards it belongs to whom it belonged before.
     """
     system, _ = places
-    crd = json.loads(kubectl("get", "crd", CRD, "-o", "json"))
     package = _package_of_an_old_version(tmp_path_factory.mktemp("chart"))
     helm("uninstall", RELEASE, "--namespace", system.name, "--wait")
     values = {**release, "crds": {"enabled": True}}
     with one_at_a_time():
+        crd = json.loads(kubectl("get", "crd", CRD, "-o", "json"))
         try:
             helm(
                 "install", RELEASE, package, "--namespace", system.name, "--take-ownership", "--force-conflicts",

@@ -414,7 +414,6 @@ def test_password_rotated_and_operator_away_for_a_minute(place, installation, lo
                 "agents with the new password",
                 lambda: has_index(place),
                 timeout_s=REFRESH_S,
-                every_s=2,
             )
             until("a minute without operator", lambda: time.monotonic() > left + 60, timeout_s=70)
         place.until_condition(NAME, "Ready", "True", timeout_s=WAIT_S)
@@ -426,17 +425,18 @@ def test_password_rotated_and_operator_away_for_a_minute(place, installation, lo
 @contextmanager
 def away(system: Namespace) -> Iterator[None]:
     """No operator."""
-    system.kubectl("scale", "deployment/larder-operator", "--replicas=0")
-    try:
-        until("no operator", lambda: not operators(system), timeout_s=WAIT_S)
-        yield
-    finally:
-        system.kubectl("scale", "deployment/larder-operator", "--replicas=1")
-    until(
-        "the operator",
-        lambda: is_ready(system.get("deployment", "larder-operator")),
-        timeout_s=WAIT_S,
-    )
+    with one_at_a_time():
+        system.kubectl("scale", "deployment/larder-operator", "--replicas=0")
+        try:
+            until("no operator", lambda: not operators(system), timeout_s=WAIT_S)
+            yield
+        finally:
+            system.kubectl("scale", "deployment/larder-operator", "--replicas=1")
+        until(
+            "the operator",
+            lambda: is_ready(system.get("deployment", "larder-operator")),
+            timeout_s=WAIT_S,
+        )
 
 
 def operators(system: Namespace) -> list[Document]:
@@ -562,7 +562,6 @@ def test_decode_rolled_to_the_other_node_under_load(place, load, assert_hits):
             "the old engine has gone",
             lambda: pod_name(old) not in [pod_name(pod) for pod in place.list("pods")],
             timeout_s=START_S,
-            every_s=1,
         )
         until_settled(place, WAIT_S)
     assert_unharmed(running.answers)
@@ -793,7 +792,6 @@ def test_certificate_rotated_under_load(place, first_certificates, load, assert_
             "agents that show new certificates",
             lambda: not set(certificates(place).values()) & set(first_certificates.values()),
             timeout_s=RENEWAL_S + REFRESH_S,
-            every_s=2,
         )
         assert_hits()
     assert_unharmed(running.answers)

@@ -173,7 +173,6 @@ def test_an_unchanged_world_and_a_restart_cost_no_write(undisturbed, journey, in
         "a full pass of the operator over an unchanged resource",
         lambda: passes(installation) > passed,
         timeout_s=120,
-        every_s=2,
     )
     assert writes_of_operator(installation, journey)[len(started) :] == []
 

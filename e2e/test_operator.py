@@ -239,7 +239,7 @@ def settled(namespace: Namespace, operator: Operator, *names: str) -> None:
         operator.after_passes(1)
         return versions() == before
 
-    until("nothing changes any more", is_settled, timeout_s=150, every_s=0)
+    until("nothing changes any more", is_settled, timeout_s=150)
 
 
 def test_a_foreign_object_of_our_name_is_left_alone(here: Namespace) -> None:

@@ -19,13 +19,14 @@ CONTROL = "control"
 """A plain engine: no connector, no prefix cache."""
 SCRIPT = (Path(__file__).parent / "client.py").read_text(encoding="utf-8")
 MODEL = "larder-demo"
-MAX_TOKENS = 24
+MAX_TOKENS = 12
 RESTRICTED = {
     "allowPrivilegeEscalation": False,
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
-PAUSE_S, LONG_PAUSE_S = 0.7, 4.0
+PAUSE_S, LONG_PAUSE_S = 1.5, 4.0
+"""Between two requests of one of the clients of a load. One costs a second of two cores that have more to do."""
 WORDS = ("flour salt sugar rice lentils honey vinegar oil thyme barley oats yeast "
          "pepper cumin beans figs dates almonds raisins cocoa").split()  # fmt: skip
 
@@ -112,7 +113,7 @@ class Oracle:
         return taken
 
 
-def prompt(seed: int, num_words: int = 400) -> str:
+def prompt(seed: int, num_words: int = 300) -> str:
     """A text that no other seed begins with."""
     chosen = random.Random(seed)
     return f"List {seed}: " + " ".join(chosen.choice(WORDS) for _ in range(num_words))
@@ -212,7 +213,7 @@ def until_control(namespace: Namespace, timeout_s: float) -> str:
         (pod,) = namespace.list("pods", f"app={CONTROL}")
         return f"http://{pod['status']['podIP']}:8000"
 
-    return until("the control answers", look, timeout_s=timeout_s, every_s=1)
+    return until("the control answers", look, timeout_s=timeout_s)
 
 
 def pod_is_ready(pod: Document) -> bool:
