@@ -18,11 +18,11 @@ import yaml
 from live_cluster import (
     CACHE,
     REPOSITORY,
+    CommandFailed,
     Namespace,
     image,
     is_ready,
     kubectl,
-    one_at_a_time,
     reference,
     run,
     until,
@@ -46,7 +46,7 @@ IS_BUNDLED = bool(os.environ.get("LARDER_E2E_BUNDLED"))
 IS_SHARED = bool(os.environ.get("LARDER_E2E_SHARED"))
 """Others use the cluster too: leave the CustomResourceDefinition to them and watch our namespaces alone."""
 INSTALLED = os.environ.get("LARDER_E2E_INSTALLED", "")
-"""Namespace of an operator of the whole cluster that others install, "" for none; ours too, unless IS_SHARED."""
+"""Namespace of an operator of the whole cluster that is there and is taken as it is, "" to install one."""
 BESIDE = os.environ.get("LARDER_E2E_BESIDE", "")
 """A file that another pytest in the same cluster has locked for as long as it runs (run.sh), "" for none."""
 IS_KEPT = bool(os.environ.get("LARDER_E2E_KEEP"))
@@ -56,14 +56,9 @@ NUM_KNOWN, NUM_FOR_ALL = 56, 12
 """Prompts whose answer the control says: those that load sends over and over, the rest for one look each."""
 START_S = 480
 """An engine on a CPU starts in 30-58 s; three at once on two busy cores take longer."""
-ALONE_S = 600
-OTHERS_S = 180
-"""Until the other pytest has installed what ours needs, too."""
-CRD = "kvcaches.larder.dev"
-FIRST = ("test_faults_operator", "test_chart_install")
+BESIDE_S = 600
 LAST = ("test_journey", "test_kubectl_larder", "test_faults_engines")
 """Files that share the pair of real engines, in the order of what they do to it."""
-ORDER = (*FIRST, "", *LAST)
 NAMESPACES = ("journey", "faults", "sessions", "quota", "restricted", "admission")
 USED: list[Namespace] = []
 HARMED = CACHE / "harmed"
@@ -111,7 +106,6 @@ def pytest_make_collect_report(
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that look inside nodes need the bundled cluster; those of real engines come last, rough ones at the end.
 
-    What has to do with the operator of the whole cluster comes first: test_journey.py begins to watch it soon.
     Late ones come after all others without real engines: their resources live as long as the run.
     What is marked slow is tried with LARDER_E2E_SLOW only: what stand-ins show in CI, with real engines.
     """
@@ -122,7 +116,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [one for one in items if not one.get_closest_marker("slow")]
     items.sort(
         key=lambda item: (
-            ORDER.index(item.path.stem if item.path.stem in ORDER else ""),
+            LAST.index(item.path.stem) if item.path.stem in LAST else -1,
             item.get_closest_marker("late") is not None,
         )
     )
@@ -164,13 +158,9 @@ def namespaces(cluster: None) -> Iterator[dict[str, Namespace]]:
 
 
 @pytest.fixture(scope="session")
-def installation(
-    request: pytest.FixtureRequest, namespaces: dict[str, Namespace]
-) -> Iterator[Namespace]:
-    """The operator of our namespaces, installed by the chart; the namespace that it is in."""
-    if IS_SHARED:
-        request.getfixturevalue("served")
-    elif INSTALLED:
+def installation(namespaces: dict[str, Namespace]) -> Iterator[Namespace]:
+    """The operator, installed by the chart; the namespace that it is in."""
+    if INSTALLED:
         yield Namespace(INSTALLED)
         return
     system = Namespace(f"{PREFIX}-system")
@@ -191,6 +181,11 @@ def installation(
         values["crds"] = {"enabled": False}
         values["rbac"] = {"aggregate": False}
         values["watchNamespaces"] = [namespace.name for namespace in namespaces.values()]
+        until(
+            "the others have installed the CustomResourceDefinition",
+            lambda: kubectl("get", "crd", "kvcaches.larder.dev", "--ignore-not-found") or None,
+            timeout_s=120,
+        )
     USED.append(system)
     run(
         "helm", "upgrade", "--install", "larder", str(REPOSITORY / "charts" / "larder"),
@@ -206,49 +201,6 @@ def installation(
     if not IS_KEPT:
         run("helm", "uninstall", "larder", "--namespace", system.name, "--wait")
         kubectl("delete", "namespace", system.name, "--wait=false")
-
-
-@pytest.fixture(scope="session")
-def served(request: pytest.FixtureRequest, cluster: None) -> None:
-    """KVCaches are: by the CustomResourceDefinition of our installation, or of the others'."""
-    if not IS_SHARED:
-        request.getfixturevalue("installation")
-    until(
-        "the CustomResourceDefinition",
-        lambda: kubectl("get", "crd", CRD, "--ignore-not-found") or None,
-        timeout_s=OTHERS_S,
-    )
-
-
-@pytest.fixture(scope="session")
-def everywhere_if_any(request: pytest.FixtureRequest, cluster: None) -> Namespace | None:
-    """Where the operator of the whole cluster runs: ours, the others', or nobody's."""
-    if not IS_SHARED:
-        return Namespace(request.getfixturevalue("installation").name)
-    if not INSTALLED:
-        return None
-    others = Namespace(INSTALLED)
-    until(
-        f"the operator of the whole cluster in {INSTALLED}",
-        lambda: is_ready(others.get("deployment", "larder-operator")),
-        timeout_s=OTHERS_S,
-    )
-    return others
-
-
-@pytest.fixture
-def everywhere(everywhere_if_any: Namespace | None) -> Namespace:
-    """The same for a test that is about it."""
-    if everywhere_if_any is None:
-        pytest.skip("LARDER_E2E_SHARED is set: no operator may watch the whole cluster")
-    return everywhere_if_any
-
-
-@pytest.fixture
-def undisturbed() -> Iterator[None]:
-    """For a test that is about the pod of the operator of the whole cluster."""
-    with one_at_a_time():
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -280,11 +232,22 @@ def started(installation: Namespace, namespaces: dict[str, Namespace]) -> Namesp
 
 @pytest.fixture(scope="session")
 def journey(started: Namespace) -> Namespace:
-    """The same, when the resource is Ready."""
+    """The same, when the resource is Ready, and no other pytest needs the cores or has pods on the nodes."""
+    if BESIDE:
+        until("the tests beside these have ended", is_alone, timeout_s=BESIDE_S)
     started.kubectl(
         "wait", "--for=condition=Ready", "kvcache/demo", f"--timeout={START_S}s", timeout_s=START_S + 10
     )  # fmt: skip
     return started
+
+
+def is_alone() -> bool:
+    with Path(BESIDE).open("a", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 @pytest.fixture(scope="session")
@@ -306,22 +269,6 @@ def oracle(journey: Namespace) -> Oracle:
     return Oracle(known, NUM_FOR_ALL)
 
 
-@pytest.fixture
-def alone() -> None:
-    """For a test that takes nodes away: no other pytest has pods on them any more."""
-    if BESIDE:
-        until("the tests beside these have ended", is_alone, timeout_s=ALONE_S)
-
-
-def is_alone() -> bool:
-    with Path(BESIDE).open("a", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
-
-
 @pytest.fixture(scope="session")
 def endpoint(journey: Namespace) -> str:
     """Where the KVCache demo of `journey` answers, as its status says it."""
@@ -329,6 +276,11 @@ def endpoint(journey: Namespace) -> str:
 
 
 @pytest.fixture(scope="session")
-def definition(served: None) -> dict[str, object]:
-    """The CustomResourceDefinition as the API server has it."""
-    return dict(json.loads(kubectl("get", "crd", CRD, "-o", "json")))
+def definition(request: pytest.FixtureRequest) -> dict[str, object]:
+    """The CustomResourceDefinition as the API server has it; installed by the chart unless it is there."""
+    if not IS_SHARED:
+        request.getfixturevalue("installation")
+    try:
+        return dict(json.loads(kubectl("get", "crd", "kvcaches.larder.dev", "-o", "json")))
+    except CommandFailed as problem:
+        pytest.fail(f"no CustomResourceDefinition: {problem}")

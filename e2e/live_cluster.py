@@ -6,13 +6,11 @@ between two looks at the same thing.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,15 +77,6 @@ def until(what: str, look: Callable[[], Seen | None], *, timeout_s: float) -> Se
         if time.monotonic() > deadline:
             raise NotYet(f"not within {timeout_s:g} s: {what}; seen last: {last}")
         time.sleep(min(2, 0.5 + (time.monotonic() - begun) / 20))
-
-
-@contextlib.contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Of all pytests in the cluster, one deals with what belongs to all: its operator, the definition of KVCaches."""
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / "one-at-a-time").open("w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 class Namespace:

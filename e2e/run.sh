@@ -4,7 +4,8 @@
 # With LARDER_E2E_KUBECONFIG or KUBECONFIG set: against that cluster (which must be empty of Larder, and find the images of
 # images.py --list under LARDER_E2E_REGISTRY); tests that look into nodes are skipped. Else against the bundled cluster, which
 # is brought up, and taken down afterwards unless LARDER_E2E_KEEP is set. There, without arguments, two pytests run at the same
-# time: the tests of real engines (marked `engine`), and all others. What those say is shown afterwards, and last a line of each.
+# time: the tests with stand-ins (marked `beside`), and all others, of which those of real engines wait until the first have ended.
+# What the first say is shown afterwards, and last a line of each.
 #
 # With LARDER_E2E_AGAIN what failed is tried once more: real clusters on two busy cores are not steady to the last second. CI
 # does so, one pytest after the other, each with an operator of the whole cluster. But a request that was not answered, or answered
@@ -38,17 +39,16 @@ if (($#)); then
   pytest+=("$@")
   "${pytest[@]}" || failed=(all)
 else
-  engines=(-m engine)
-  others=(-m "not engine" -o cache_dir=.pytest_cache/others)
-  prefix=${LARDER_E2E_PREFIX:-e2e}
-  LARDER_E2E_SHARED=1 LARDER_E2E_PREFIX=$prefix-beside LARDER_E2E_INSTALLED=$prefix-system \
-    setsid flock -o "$folder/beside" "${pytest[@]}" "${others[@]}" > "$folder/beside.log" 2>&1 &
+  beside_tests=(-m beside -o cache_dir=.pytest_cache/beside)
+  other_tests=(-m "not beside")
+  LARDER_E2E_SHARED=1 LARDER_E2E_PREFIX=${LARDER_E2E_PREFIX:-e2e}-beside \
+    setsid flock -o "$folder/beside" "${pytest[@]}" "${beside_tests[@]}" > "$folder/beside.log" 2>&1 &
   beside=$!
-  LARDER_E2E_BESIDE=$folder/beside "${pytest[@]}" "${engines[@]}" 2>&1 | tee "$folder/engines.log" || failed=(engines)
-  wait "$beside" || failed+=(others)
+  LARDER_E2E_BESIDE=$folder/beside "${pytest[@]}" "${other_tests[@]}" 2>&1 | tee "$folder/others.log" || failed=(others)
+  wait "$beside" || failed+=(beside)
   beside=
   cat "$folder/beside.log"
-  printf '\n== real engines %s\n== all others %s\n' "$(tail -n 1 "$folder/engines.log")" "$(tail -n 1 "$folder/beside.log")"
+  printf '\n== beside %s\n== others %s\n' "$(tail -n 1 "$folder/beside.log")" "$(tail -n 1 "$folder/others.log")"
 fi
 ((${#failed[@]})) || exit 0
 [ -n "${LARDER_E2E_AGAIN:-}" ] || exit 1
@@ -58,8 +58,8 @@ for part in "${failed[@]}"; do
   echo "== some failed: those once more, on the same cluster. What passes now is not steady: look at it"
   case $part in
     all) "${pytest[@]}" "${again[@]}";;
-    engines) "${pytest[@]}" "${engines[@]}" "${again[@]}";;
-    others) "${pytest[@]}" "${others[@]}" "${again[@]}";;
+    others) "${pytest[@]}" "${other_tests[@]}" "${again[@]}";;
+    beside) "${pytest[@]}" "${beside_tests[@]}" "${again[@]}";;
   esac
   [ ! -e "$harmed" ] || { echo "== a request was harmed in $(cat "$harmed")"; exit 1; }
 done

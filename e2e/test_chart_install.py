@@ -23,7 +23,6 @@ from live_cluster import (
     Namespace,
     is_ready,
     kubectl,
-    one_at_a_time,
     reference,
     run,
     until,
@@ -97,17 +96,17 @@ def helm(*args: str, values: dict[str, Any] | None = None, timeout_s: float = 18
 
 
 @pytest.fixture(scope="module")
-def places(
-    served: None, everywhere_if_any: Namespace | None
-) -> Iterator[tuple[Namespace, Namespace]]:
+def places(request: pytest.FixtureRequest, cluster: None) -> Iterator[tuple[Namespace, Namespace]]:
     """The operator's namespace, under Pod Security `restricted`, and the one that it watches."""
+    if not os.environ.get("LARDER_E2E_SHARED"):
+        request.getfixturevalue("installation")  # brings the CRD
     prefix = os.environ.get("LARDER_E2E_PREFIX", "e2e")
     system, team = Namespace(f"{prefix}-chart-system"), Namespace(f"{prefix}-chart-team")
     kubectl("delete", "namespace", system.name, team.name, "--ignore-not-found", timeout_s=180)
     for namespace in (system, team):
         kubectl("create", "namespace", namespace.name)
     kubectl("label", "namespace", system.name, "pod-security.kubernetes.io/enforce=restricted")
-    if everywhere_if_any is not None:
+    if not os.environ.get("LARDER_E2E_SHARED"):
         # Made by the operator of the whole cluster alone: two would each make a password at first.
         _make_kvcache(team)
     yield system, team
@@ -278,15 +277,20 @@ def test_dashboard_asks_for_what_this_operator_serves(
 
 
 def test_operator_of_the_whole_cluster_has_its_permissions(
-    undisturbed: None, everywhere: Namespace
+    request: pytest.FixtureRequest, cluster: None
 ) -> None:
-    helm("test", RELEASE, "--namespace", everywhere.name, "--timeout", "90s")
+    if os.environ.get("LARDER_E2E_SHARED"):
+        pytest.skip("LARDER_E2E_SHARED is set: no operator may watch the whole cluster")
+    system = request.getfixturevalue("installation")
+    helm("test", RELEASE, "--namespace", system.name, "--timeout", "90s")
 
 
 def test_users_get_kvcaches_with_the_roles_of_the_cluster(
-    everywhere: Namespace, places: tuple[Namespace, Namespace]
+    request: pytest.FixtureRequest, places: tuple[Namespace, Namespace]
 ) -> None:
-    """Where an operator of the whole cluster is, its release brings the aggregated roles."""
+    if os.environ.get("LARDER_E2E_SHARED"):
+        pytest.skip("LARDER_E2E_SHARED is set: the aggregated roles are not installed")
+    request.getfixturevalue("installation")
     _, team = places
     may = {
         "view": {"get"},
@@ -382,19 +386,18 @@ def old_release(
     The CRD is that of the cluster, narrowed by what nobody uses; afterwards it belongs to whom it belonged before.
     """
     system, _ = places
+    crd = json.loads(kubectl("get", "crd", CRD, "-o", "json"))
     package = _package_of_an_old_version(tmp_path_factory.mktemp("chart"))
     helm("uninstall", RELEASE, "--namespace", system.name, "--wait")
     values = {**release, "crds": {"enabled": True}}
-    with one_at_a_time():
-        crd = json.loads(kubectl("get", "crd", CRD, "-o", "json"))
-        try:
-            helm(
-                "install", RELEASE, package, "--namespace", system.name, "--take-ownership", "--force-conflicts",
-                "--wait", "--timeout", "90s", values=values,
-            )  # fmt: skip
-            yield values
-        finally:
-            _give_back_crd(crd["metadata"])
+    try:
+        helm(
+            "install", RELEASE, package, "--namespace", system.name, "--take-ownership", "--force-conflicts",
+            "--wait", "--timeout", "90s", values=values,
+        )  # fmt: skip
+        yield values
+    finally:
+        _give_back_crd(crd["metadata"])
 
 
 @pytest.fixture(scope="module")

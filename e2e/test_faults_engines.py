@@ -28,7 +28,6 @@ from live_cluster import (
     in_node,
     is_ready,
     kubectl,
-    one_at_a_time,
     reference,
     run,
     until,
@@ -49,7 +48,7 @@ from traffic import (
     until_control,
 )
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.engine]
+pytestmark = pytest.mark.timeout(600)
 
 NAME = "demo"
 EXAMPLE = REPOSITORY / "examples" / "cpu-cluster.yaml"
@@ -425,18 +424,17 @@ def test_password_rotated_and_operator_away_for_a_minute(place, installation, lo
 @contextmanager
 def away(system: Namespace) -> Iterator[None]:
     """No operator."""
-    with one_at_a_time():
-        system.kubectl("scale", "deployment/larder-operator", "--replicas=0")
-        try:
-            until("no operator", lambda: not operators(system), timeout_s=WAIT_S)
-            yield
-        finally:
-            system.kubectl("scale", "deployment/larder-operator", "--replicas=1")
-        until(
-            "the operator",
-            lambda: is_ready(system.get("deployment", "larder-operator")),
-            timeout_s=WAIT_S,
-        )
+    system.kubectl("scale", "deployment/larder-operator", "--replicas=0")
+    try:
+        until("no operator", lambda: not operators(system), timeout_s=WAIT_S)
+        yield
+    finally:
+        system.kubectl("scale", "deployment/larder-operator", "--replicas=1")
+    until(
+        "the operator",
+        lambda: is_ready(system.get("deployment", "larder-operator")),
+        timeout_s=WAIT_S,
+    )
 
 
 def operators(system: Namespace) -> list[Document]:
@@ -492,11 +490,10 @@ def test_operator_and_agents_upgraded_under_load(
 
 def upgrade(system: Namespace, values: str) -> None:
     """Other values of the chart."""
-    with one_at_a_time():
-        run(
-            "helm", "upgrade", "larder", str(REPOSITORY / "charts" / "larder"), "--namespace", system.name,
-            "--reuse-values", "--wait", "--timeout", "150s", "--set", values, timeout_s=160,
-        )  # fmt: skip
+    run(
+        "helm", "upgrade", "larder", str(REPOSITORY / "charts" / "larder"), "--namespace", system.name,
+        "--reuse-values", "--wait", "--timeout", "150s", "--set", values, timeout_s=160,
+    )  # fmt: skip
 
 
 def next_reference(name: str) -> str:
@@ -724,8 +721,7 @@ def fill(namespace: Namespace, pod: str) -> None:
         return
 
 
-@pytest.mark.timeout(1200)
-def test_drain_of_each_node_under_load(alone, place, load, assert_hits, scaled):
+def test_drain_of_each_node_under_load(place, load, assert_hits, scaled):
     """First the node with decode alone: nobody notices. Then that of prefill, which is the only one of its role.
 
     The first may have an engine that the kernel killed a moment ago: it is evicted all the same.

@@ -16,6 +16,7 @@ from test_chart_install import CHART, RELEASE, VALUES, helm
 pytestmark = pytest.mark.timeout(400)
 
 PREFIX = os.environ.get("LARDER_E2E_PREFIX", "e2e")
+IS_SHARED = bool(os.environ.get("LARDER_E2E_SHARED"))
 NOWHERE = {"larder.dev/e2e-nowhere": "true"}
 ROLE = "larder-operator"
 
@@ -91,8 +92,16 @@ def test_permission_that_is_missing_is_named_and_heals(team: Namespace) -> None:
     assert team.find("statefulset", "denied-redis")
 
 
+@pytest.fixture(scope="module")
+def everywhere(request: pytest.FixtureRequest) -> Namespace:
+    """Where the operator of the whole cluster runs."""
+    if IS_SHARED:
+        pytest.skip("LARDER_E2E_SHARED is set: no operator may watch the whole cluster")
+    return Namespace(request.getfixturevalue("installation").name)
+
+
 def test_operator_of_the_cluster_leaves_a_namespace_to_its_own(
-    undisturbed: None, team: Namespace, places: tuple[Namespace, Namespace], everywhere: Namespace
+    team: Namespace, places: tuple[Namespace, Namespace], everywhere: Namespace
 ) -> None:
     """It came first. Then it is restarted, and comes later. Then the other one goes."""
     system, _ = places

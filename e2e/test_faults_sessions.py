@@ -17,7 +17,7 @@ from stand_ins import applied, credentials, external, kvcache, problem, stand_in
 
 from cacheservice.core.protocol import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.beside]
 
 FLOW, STRANGE = "flow", "strange"
 TOKENS_PER_CHUNK = 16

@@ -30,7 +30,7 @@ from stand_ins import (
 )
 from traffic import pod_is_ready
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.beside]
 
 
 @pytest.fixture(scope="module")

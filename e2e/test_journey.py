@@ -22,7 +22,7 @@ from live_cluster import (
 )
 from traffic import Answer, Oracle, assert_unharmed, client_pod, send, until_pod_ready
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.engine]
+pytestmark = pytest.mark.timeout(900)
 
 NAME = "demo"
 NUM_QUESTIONS = 4
@@ -162,7 +162,7 @@ def test_what_the_operator_made_is_owned_and_goes_by_its_name(journey):
 
 
 @pytest.mark.bundled
-def test_an_unchanged_world_and_a_restart_cost_no_write(undisturbed, journey, installation):
+def test_an_unchanged_world_and_a_restart_cost_no_write(journey, installation):
     """The operator's leases are renewed by writes; nothing else is, dry-runs and events included."""
     started = writes_of_operator(installation, journey)
     assert started, (
@@ -223,7 +223,7 @@ def engine_sessions(namespace: Namespace) -> list[Document]:
     ]
 
 
-def test_metrics_of_agents_and_operator_can_be_scraped(undisturbed, journey, installation):
+def test_metrics_of_agents_and_operator_can_be_scraped(journey, installation):
     (agent, *_) = journey.pods(NAME, "cache")
     path = f"/api/v1/namespaces/{journey.name}/pods/{agent['metadata']['name']}:7501/proxy/metrics"
     assert "cacheservice_" in kubectl("get", "--raw", path)

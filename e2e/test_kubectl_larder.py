@@ -21,7 +21,7 @@ import yaml
 from live_cluster import REPOSITORY, Document, Namespace, kubectl, run, until
 from traffic import Question, body, client_pod, prompt, send
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.engine]
+pytestmark = pytest.mark.timeout(900)
 
 NAME = "demo"
 EXAMPLE = REPOSITORY / "examples" / "cpu-cluster.yaml"
