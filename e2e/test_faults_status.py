@@ -122,7 +122,13 @@ def long_ones(faults: Namespace, redis: str, small_redis: str) -> Iterator[None]
             cache_alone("encrypted", external(f"{small_redis}:6380", right, {"tls": {}})),
             cache_alone("silent", external(SILENT)),
         ):  # fmt: skip
-            stack.enter_context(applied(faults, document))
+            name = stack.enter_context(applied(faults, document))
+            # One after the other: thirty pods at once would take the cores from the API server.
+            until(
+                f"{name} is looked at",
+                lambda name=name: faults.get("kvcache", name).get("status"),
+                timeout_s=60,
+            )
         yield
 
 

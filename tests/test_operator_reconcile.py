@@ -663,6 +663,28 @@ def test_a_namespace_with_an_operator_of_its_own_is_left_to_it(world: World) -> 
     assert len(world.api.statuses) > num_told
 
 
+def test_an_operator_that_begins_while_another_restarts_does_not_take_its_namespace() -> None:
+    """Seen on a crowded cluster: both had ended, and for five seconds both worked."""
+
+    async def test() -> None:
+        seconds = Seconds()
+        cluster: Any = FakeCluster()
+        namespaced = Lease(cluster, "ns", "theirs", clock=seconds)
+        await namespaced.try_once()
+        await namespaced.release()
+        others = Others(cluster, "ours", clock=seconds)
+        assert await others.holder("ns")
+        assert await others.holder("empty") == "", "where nobody ever was, nobody is waited for"
+        seconds.now += 29.0
+        assert await others.holder("ns")
+        seconds.now += 5.0
+        assert await others.holder("ns") == ""
+        seconds.now += 5.0
+        assert await others.holder("ns") == ""
+
+    asyncio.run(test())
+
+
 def test_our_own_lease_and_one_that_may_not_be_read_keep_nobody_off() -> None:
     async def test() -> None:
         cluster: Any = FakeCluster()

@@ -51,6 +51,8 @@ class Lease:
         self._seen_at = 0.0
         self.holder = ""
         """Who holds it, as far as we know; "" for nobody."""
+        self.is_given_back = False
+        """Whether somebody held it once, and nobody did at the last `look`."""
 
     async def acquire(self) -> None:
         """Returns when the lease is ours; until then says who has it."""
@@ -113,6 +115,7 @@ class Lease:
         found = await self._cluster.get(LEASE, self._namespace, LEASE_NAME)
         spec = (found or {}).get("spec") or {}
         self.holder = str(spec.get("holderIdentity") or "")
+        self.is_given_back = found is not None and not self.holder
         is_free = self.holder in ("", self._identity) or self._is_left_alone(spec)
         return "" if is_free else self.holder
 
@@ -162,12 +165,16 @@ class Lease:
         }
 
 
+GONE = "one that went"
+
+
 class Others:
     """Operators that have a namespace of their own, for one that watches the whole cluster as `identity`. A namespace
     is looked at when it is asked for, at most every `again_s` seconds.
 
     A namespace whose Lease is free is left alone for another `gone_after_s` seconds: its operator may only be
-    restarting, and two that take turns within seconds would undo each other's work.
+    restarting, and two that take turns within seconds would undo each other's work. So does one that has just begun
+    and was not there to see it go: a crowded cluster may have ended both.
     """
 
     def __init__(
@@ -203,7 +210,9 @@ class Others:
             found = ""  # rules of an older chart
         if found:
             self._held[namespace] = (self._clock(), found)
-        elif namespace in self._held:
+        elif lease.is_given_back and namespace not in self._known:
+            self._held[namespace] = (self._clock(), GONE)
+        if not found and namespace in self._held:
             seen_at, holder = self._held[namespace]
             found = holder if self._clock() - seen_at < self._gone_after_s else ""
         if found != known:
