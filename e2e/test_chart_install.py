@@ -457,7 +457,9 @@ def test_upgrade_from_the_version_before_keeps_what_runs(
     until("the new field is admitted", lambda: team.apply(applied) is None, timeout_s=20)
     until(
         "the new operator does what it says",
-        lambda: team.get("service", "carried")["metadata"]["annotations"]["whose"] == "ours",
+        lambda: (
+            team.get("service", "carried")["metadata"].get("annotations", {}).get("whose") == "ours"
+        ),
         timeout_s=30,
     )
     assert _uids_of_carried(team) == carried
