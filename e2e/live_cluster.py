@@ -60,8 +60,8 @@ def in_node(node: str, *command: str) -> str:
 def until(what: str, look: Callable[[], Seen | None], *, timeout_s: float) -> Seen:
     """Look until there is something (not None, not False). Raises NotYet when the deadline passes.
 
-    What kubectl refuses meanwhile counts as nothing there. Looks come ever more rarely, up to 2 s: each costs a tenth
-    of a second of the cores that do what is waited for.
+    What kubectl refuses meanwhile, and a field that is missing, count as nothing there. Looks come ever more rarely, up
+    to 2 s: each costs a tenth of a second of the cores that do what is waited for.
     """
     begun = time.monotonic()
     deadline = begun + timeout_s
@@ -72,7 +72,7 @@ def until(what: str, look: Callable[[], Seen | None], *, timeout_s: float) -> Se
             if seen is not None and seen is not False:
                 return seen
             last = seen
-        except CommandFailed as problem:
+        except (CommandFailed, KeyError) as problem:
             last = problem
         if time.monotonic() > deadline:
             raise NotYet(f"not within {timeout_s:g} s: {what}; seen last: {last}")
