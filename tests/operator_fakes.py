@@ -11,7 +11,7 @@ from typing import Any
 from apply_model import Server, values_of
 from cacheoperator.cluster import Applied
 from cacheoperator.errors import ClusterError, Conflict
-from cacheoperator.kinds import LEASE, POD, POD_MONITOR, SECRET, Kind, child_kinds
+from cacheoperator.kinds import LEASE, POD, POD_MONITOR, Kind, child_kinds, watched_children
 from cacheoperator.names import FIELD_MANAGER
 from cacheoperator.watch import Key, Stored, store
 
@@ -186,7 +186,7 @@ class FakeWatched:
         for id_ in self._cluster.servers:
             body = self._cluster.body(id_)
             kind = kinds_by_name[id_[0]]
-            if body is not None and kind not in (SECRET, POD_MONITOR):
+            if body is not None and kind in (*watched_children, POD, LEASE):
                 self._seen.append(store(kind, body))
         for uid in before - {child.uid for child in self._seen}:
             self.note_deleted(uid)

@@ -664,7 +664,7 @@ def test_a_namespace_with_an_operator_of_its_own_is_left_to_it(world: World) -> 
 
 
 def test_an_operator_that_begins_while_another_restarts_does_not_take_its_namespace() -> None:
-    """Seen on a crowded cluster: both had ended, and for five seconds both worked."""
+    """Seen on a crowded cluster: ours ended while the other was installed anew, and for five seconds both worked."""
 
     async def test() -> None:
         seconds = Seconds()

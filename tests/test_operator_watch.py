@@ -280,6 +280,23 @@ def test_pod_monitors_are_made_while_their_kind_is_there() -> None:
     with_server(answer, test)
 
 
+def test_monitors_are_never_watched_though_their_kind_is_served() -> None:
+    """A watch of theirs would end when their kind goes, and the operator with it."""
+
+    async def answer(request: web.Request) -> web.Response:
+        served = {"resources": [{"name": KVCACHE.plural}, {"name": POD_MONITOR.plural}]}
+        return web.json_response({"items": [], "metadata": {}, **served})
+
+    async def test(cluster: Cluster) -> None:
+        watched = Watched(changed=lambda _: None, namespaces=("ns",), cluster=cluster)
+        await watched.look_around()
+        assert watched.is_served(POD_MONITOR)
+        assert KVCACHE in watched._kinds
+        assert POD_MONITOR not in watched._kinds
+
+    with_server(answer, test)
+
+
 def test_kinds_are_looked_for_until_the_api_server_can_list_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -299,9 +316,6 @@ def test_kinds_are_looked_for_until_the_api_server_can_list_them(
         watched = Watched(changed=lambda _: None, namespaces=("ns",), cluster=cluster)
         await asyncio.wait_for(operator_process._look_around(watched), 10)
         assert watched.is_served(KVCACHE)
-        # A watch of theirs would end when their kind goes, and the operator with it.
-        assert not watched.is_served(POD_MONITOR)
-        assert POD_MONITOR not in watched._kinds
 
     monkeypatch.setattr(operator_process, "look_for_crd_s", 0.0)
     with_server(answer, test)

@@ -32,7 +32,15 @@ from cacheoperator.errors import (
     NotFound,
     Unreachable,
 )
-from cacheoperator.kinds import DEPLOYMENT, POD_MONITOR, SECRET, Kind, kind_of, workloads
+from cacheoperator.kinds import (
+    DEPLOYMENT,
+    POD_MONITOR,
+    SECRET,
+    Kind,
+    kind_of,
+    watched_children,
+    workloads,
+)
 from cacheoperator.names import (
     COMPONENT_LABEL,
     FIELD_MANAGER,
@@ -273,21 +281,23 @@ class Children:
             outcome.errors.append(self._error(title, component, verb, error, memory.errors))
         except Unreachable:
             raise
-        except NotFound as error:
-            if kind == POD_MONITOR:
-                await self._watched.look_for_pod_monitors()
-                if not self._watched.is_served(POD_MONITOR):
-                    outcome.must_wait = True  # the next look wants none, and tells what is missing
-                    return
-            metrics.applies.labels(kind.kind, "refused").inc()
-            outcome.errors.append(self._error(title, component, verb, error, memory.errors))
         except Conflict as error:
             # Another object or another number of replicas than we saw: the watch brings what is true now.
             log.info("conflict object=%s namespace=%s: %s", title, key[0], error.message)
             outcome.must_wait = True
         except ClusterError as error:
+            if isinstance(error, NotFound) and await self._is_gone(kind):
+                outcome.must_wait = True  # the next look wants none, and tells what is missing
+                return
             metrics.applies.labels(kind.kind, "refused").inc()
             outcome.errors.append(self._error(title, component, verb, error, memory.errors))
+
+    async def _is_gone(self, kind: Kind) -> bool:
+        """Whether the API server no longer serves this kind, of which only PodMonitor's comes and goes."""
+        if kind != POD_MONITOR:
+            return False
+        await self._watched.look_for_pod_monitors()
+        return not self._watched.is_served(POD_MONITOR)
 
     async def _create(self, key: Key, kind: Kind, wanted: Json) -> bool:
         """Make what was not there a moment ago; False when someone else was faster.
@@ -470,7 +480,7 @@ class Children:
         )
 
     def _note(self, key: Key, kind: Kind, body: Json) -> None:
-        if kind not in (SECRET, POD_MONITOR) and kind not in self._watched.unwatched:
+        if kind in watched_children and kind not in self._watched.unwatched:
             child = store(kind, body)
             self._written.setdefault(key, {})[kind, child.name] = child
 

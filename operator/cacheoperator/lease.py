@@ -165,7 +165,7 @@ class Lease:
         }
 
 
-GONE = "one that went"
+GONE = "nobody (an operator that may be restarting is waited for)"
 
 
 class Others:
@@ -174,7 +174,7 @@ class Others:
 
     A namespace whose Lease is free is left alone for another `gone_after_s` seconds: its operator may only be
     restarting, and two that take turns within seconds would undo each other's work. So does one that has just begun
-    and was not there to see it go: a crowded cluster may have ended both.
+    and was not there to see it go.
     """
 
     def __init__(
